@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+DOCS_VENV := .venv-docs
+DOCS := $(DOCS_VENV)/.installed
+RELEASE_VENV := .venv-release
+RELEASE := $(RELEASE_VENV)/.installed
 MEMBERS := libs/common libs/weightsync libs/algo libs/rewardclient services/controller services/policy services/rollout services/reward libs/cli libs/sim
 MANIFESTS := pyproject.toml constraints.txt constraints.locked.txt overrides.txt $(addsuffix /pyproject.toml,$(MEMBERS))
 
@@ -32,7 +36,7 @@ GET_UV = grep '^uv==' constraints.locked.txt > $(VENV)/uv.txt && \
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(VENV)/uv.txt
 endif
 
-.PHONY: demo smoke test test-all checks lint types imports unit processes parallel test-gpu explore sim system vllm bench bench-record bench-check figures docs install lock release clean
+.PHONY: demo smoke test test-all checks lint types imports unit processes parallel test-gpu explore sim system vllm bench bench-record bench-check figures docs schema site test-docs test-deploy install lock release clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -47,6 +51,12 @@ test: checks
 # And the campaigns: many seeds, many models, full chaos. Continues where it was interrupted.
 test-all: checks
 	$(BIN)/python tests/shards.py all
+	$(MAKE) --no-print-directory test-deploy
+
+# What deploy/ has, with real Slurm, systemd and Prometheus. Installs Debian packages, and so needs root; see
+# deploy/test/README.md.
+test-deploy: $(DEV)
+	$(BIN)/python -m pytest -rsP deploy/test
 
 checks: $(DEV)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target types imports lint
@@ -94,9 +104,20 @@ figures: $(DEV)
 bench-check: $(DEV)
 	$(BIN)/python bench/check.py $(if $(BASE),--base $(BASE))
 
-docs: $(DEV)
+# What is generated from the code, then the site of the documentation.
+docs: schema site
+
+schema: $(DEV)
 	$(BIN)/python -m starling.common.wire.schema > libs/common/starling/common/wire/schema.json
 	$(BIN)/python -m starling.common.wire.schema --markdown > docs/reference/protocol.md
+
+# The site alone, into site/: its packages are in an environment of their own, and it needs no network.
+site: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+
+# Every command and snippet of the documentation, and the tutorial from top to bottom: ten minutes on two cores.
+test-docs: $(DEV) site
+	$(BIN)/pytest docs/tests
 
 install: $(DEV)
 
@@ -117,18 +138,25 @@ $(DEV): $(STAMP)
 	$(CONSTRAINED) $(addprefix --editable ,$(MEMBERS)) --group dev --group $(ENGINE)
 	touch $@
 
+$(DOCS): docs/requirements.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --requirement docs/requirements.txt
+	touch $@
+
+$(RELEASE): release/requirements.txt
+	test -x $(RELEASE_VENV)/bin/python || $(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/python -m pip install --quiet --requirement release/requirements.txt
+	touch $@
+
 # The locked file, resolved anew under constraints.txt.
 lock: $(DEV)
 	$(BIN)/python release/lock.py $(if $(PIP_FIND_LINKS),,--torch-backend=cpu)
 
-# What is published: a wheel of each member, the software bill of materials, and the checksums of both.
-release: $(DEV)
-	rm -rf dist
-	for member in $(MEMBERS); do \
-		$(BIN)/uv build --quiet --wheel --build-constraints constraints.locked.txt --require-hashes --out-dir dist $$member || exit 1; \
-	done
-	$(BIN)/python release/sbom.py > dist/starling.cdx.json
-	cd dist && sha256sum *.whl *.json > SHA256SUMS
+# What is published, into dist/: wheels and sdists of all members and of starling-rl, which were installed and run in an
+# empty environment, the software bill of materials, and the checksums (docs/how-to/release.md).
+OUT := dist
+release: $(RELEASE)
+	$(RELEASE_VENV)/bin/python release/build.py --out $(OUT)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(DOCS_VENV) $(RELEASE_VENV) dist site .mypy_cache .ruff_cache .hypothesis runs

@@ -38,6 +38,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("loop.py", "--quick"),
     ("controller.py", "--quick"),
     ("recovery.py", "--quick"),
+    ("idle.py", "--quick"),
     ("controller_side_by_side.py", "--quick"),
     ("weightsync.py", "--quick"),
     ("weightsync_delta.py", "--quick"),

@@ -18,12 +18,10 @@ import asyncio
 import io
 import json
 import math
-import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,10 +33,10 @@ from typing import Final
 import numpy as np
 import psutil
 from figure import machine, print_figure, progress, quantile, rounded, versions
+from reward_service import START_S, service
 
 CLIENTS: Final = 200
 BATCH: Final = 64
-START_S: Final = 60.0
 ANSWER_S: Final = 120.0
 RECIPE = """
 [reward]
@@ -102,27 +100,6 @@ def redis_server(folder: Path) -> Iterator[str]:
     process = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
     try:
         yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.terminate()
-        process.wait(START_S)
-
-
-@contextmanager
-def service(folder: Path, recipe: str) -> Iterator[tuple[psutil.Process, int]]:
-    """Run a reward service with a recipe; yield its process and its port."""
-    (folder / "rewards.toml").write_text(recipe)
-    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, "--dir", str(folder)], stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-    try:
-        end = time.monotonic() + START_S
-        while (found := re.search(r"base_url=http://[^ ]*:(\d+)", (folder / "log").read_text())) is None:
-            if process.poll() is not None or time.monotonic() > end:
-                raise SystemExit((folder / "log").read_text())
-            time.sleep(0.05)
-        yield psutil.Process(process.pid), int(found[1])
     finally:
         process.terminate()
         process.wait(START_S)

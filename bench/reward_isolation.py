@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
+import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -27,74 +25,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import hostile_scorers
 from figure import machine, print_figure, progress, quantile, rounded, versions
+from reward_service import service
 
 CLIENTS: Final = 4
 EVERY_S: Final = 0.05
 """Pause between the requests of one client, from begin to begin."""
 BATCH: Final = 16
-START_S: Final = 120.0
 ANSWER_S: Final = 120.0
 SETTLE_S: Final = 1.0
-SCORERS: Final = """
-import ctypes
-import os
-import socket
-import time
-
-def loop(completion, reference, prompt_text, metadata):
-    while True:
-        pass
-
-def bomb(completion, reference, prompt_text, metadata):
-    while True:
-        if os.fork() == 0:
-            while True:
-                pass
-
-def memory(completion, reference, prompt_text, metadata):
-    return float(len(bytearray(10 << 30)))
-
-def children(completion, reference, prompt_text, metadata):
-    for _ in range(8):
-        if os.fork() == 0:
-            taken = bytearray(200 << 20)
-            time.sleep(1000)
-    time.sleep(1000)
-
-def segfault(completion, reference, prompt_text, metadata):
-    ctypes.string_at(0)
-
-def exits(completion, reference, prompt_text, metadata):
-    os._exit(7)
-
-def flood(completion, reference, prompt_text, metadata):
-    while True:
-        print("x" * 1000)
-
-def writes(completion, reference, prompt_text, metadata):
-    with open("/etc/passwd", "a") as file:
-        return float(file.write("was here"))
-
-def connects(completion, reference, prompt_text, metadata):
-    with socket.create_connection(("127.0.0.1", 1), timeout=5):
-        return 1.0
-"""
-HOSTILE: Final = ("loop", "bomb", "memory", "children", "segfault", "exits", "flood", "writes", "connects")
-HEAD: Final = """
-[reward]
-num_workers = 1
-
-[reward.http]
-enabled = true
-port = 0
-
-[[reward.scorers]]
-name = "exact_match"
-label = "honest"
-tasks = ["honest"]
-num_workers = 1
-"""
+HOSTILE: Final = tuple(attack.__name__ for attack in hostile_scorers.ATTACKS)
+COMPLETIONS: Final = {"writes": "/etc/passwd", "connects": "1"}
+"""Of attacks that need one."""
+HEAD: Final = Path(__file__).with_name("honest_scorer.toml").read_text()
 SCORER: Final = """
 [[reward.scorers]]
 name = "{folder}/hostile.py:{name}"
@@ -122,33 +66,20 @@ class Results:
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[int]:
-    """Run a reward service; yield its port."""
-    (folder / "hostile.py").write_text(SCORERS)
-    scorers = "".join(SCORER.format(folder=folder, name=name) for name in HOSTILE)
-    (folder / "rewards.toml").write_text(HEAD + scorers)
+def hostile_service(folder: Path) -> Iterator[int]:
+    """Run a reward service with the honest and the hostile scorers; yield its port."""
+    shutil.copyfile(hostile_scorers.__file__, folder / "hostile.py")
     folder.chmod(0o755)  # the workers' user is another one
-    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, "--dir", str(folder)], stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-    try:
-        end = time.monotonic() + START_S
-        while (found := re.search(r"base_url=http://[^ ]*:(\d+)", (folder / "log").read_text())) is None:
-            if process.poll() is not None or time.monotonic() > end:
-                raise SystemExit((folder / "log").read_text())
-            time.sleep(0.05)
-        yield int(found[1])
-    finally:
-        process.terminate()
-        process.wait(START_S)
+    scorers = "".join(SCORER.format(folder=folder, name=name) for name in HOSTILE)
+    with service(folder, HEAD + scorers) as (_, port):
+        yield port
 
 
 async def ask(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], task: str, num: int) -> dict[str, object]:
     """Send one request and return the answer."""
     reader, writer = connection
-    samples = [{"completion": "answer", "reference": "answer", "metadata": {"task": task}}] * num
+    completion = COMPLETIONS.get(task, "answer")
+    samples = [{"completion": completion, "reference": "answer", "metadata": {"task": task}}] * num
     body = json.dumps({"samples": samples, "wait_s": 60}).encode()
     writer.write(f"POST /v1/rewards HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     async with asyncio.timeout(ANSWER_S):
@@ -199,7 +130,7 @@ def main() -> None:
     rounds, seconds = (5, 3.0) if parser.parse_args().quick else (9, 10.0)
     ratios, quiet_p99, attacked_p99, wrong = list[float](), list[float](), list[float](), 0
     failures, num_scored, num_honest = Counter[str](), 0, 0
-    with tempfile.TemporaryDirectory(prefix="starling-reward-") as temporary, service(Path(temporary)) as port:
+    with tempfile.TemporaryDirectory(prefix="starling-reward-") as temporary, hostile_service(Path(temporary)) as port:
         for attacked in (False, True):  # warms up
             asyncio.run(load(port, 3.0, attacked=attacked))
         for number in range(rounds):

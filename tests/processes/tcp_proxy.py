@@ -55,7 +55,7 @@ class Proxy:
         self.seen: list[Seen] = []
         self._open, self._lock = Counter[str](), threading.Lock()
         self.most_open = Counter[str]()
-        """How many requests there were at once, by path, or by method of those to `/v1`."""
+        """How many requests were passed on at once, by path, or by method of those to `/v1`."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._ended = threading.Event()
@@ -90,8 +90,7 @@ class Proxy:
             if request is None:
                 return
             self.seen.append(request)
-            with self._counted(request.method if request.path.startswith("/v1") else request.path):
-                self._answer(connection, request)
+            self._answer(connection, request)
 
     def _answer(self, connection: socket.socket, request: Seen) -> None:
         fault = self.rule(request)
@@ -107,8 +106,11 @@ class Proxy:
             case "answer":
                 connection.sendall(_reply(fault))
             case _:
-                self._ended.wait(fault.delay_s)
-                reply = self._passed(request)
+                # Counted until the reply is there, not until it is sent: with the last byte of it a client
+                # may send its next request, which would be counted beside this one.
+                with self._counted(request.method if request.path.startswith("/v1") else request.path):
+                    self._ended.wait(fault.delay_s)
+                    reply = self._passed(request)
                 if fault.kind == "cut":
                     connection.sendall(reply[: len(reply) - 20])
                 if fault.kind != "pass":

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from reward_processes import PATIENCE_S, Client, eventually
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -28,7 +29,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from test_reward_http import PATIENCE_S, Client, eventually, service
+from test_reward_http import service
 
 TOKEN: Final = "the right one"
 AUTHORIZED: Final = {"Authorization": f"Bearer {TOKEN}"}

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from test_reward_http import PATIENCE_S, service
+from reward_processes import PATIENCE_S
+from test_reward_http import service
 
 PIXELS = """
 [[reward.scorers]]

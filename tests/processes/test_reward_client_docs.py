@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_reward_http import PATIENCE_S, port_of
+from reward_processes import PATIENCE_S, run_service
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/reward-client.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -21,16 +21,8 @@ EXAMPLES = [text for language, text in BLOCKS if language == "python"]
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder = tmp_path_factory.mktemp("service")
     (recipe,) = [text for language, text in BLOCKS if language == "toml"]
-    (folder / "rewards.toml").write_text(recipe.replace("port = 8080", "port = 0"))
-    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
-    with (
-        (folder / "log").open("w") as log,
-        subprocess.Popen([*command, "--dir", str(folder)], stderr=log, text=True) as process,
-    ):
-        try:
-            yield port_of(folder / "log", process)
-        finally:
-            process.kill()
+    with run_service(folder, recipe.replace("port = 8080", "port = 0")) as (_, found):
+        yield found
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

@@ -11,8 +11,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 import urllib.parse
@@ -24,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from reward_processes import PATIENCE_S, run_service
 
-PATIENCE_S = 60.0
 TOKEN = "secret"
 SCORERS = """
 import time
@@ -52,8 +50,15 @@ class Latent:
     def score(self, batch):
         return {"mean": [float(one.mean()) for one in batch.latents]}
 
-def words(completion, reference, prompt_text, metadata):
-    return float(len(prompt_text.split())) + metadata.get("bonus", 0)
+class Words:
+    media = "pixels"
+
+    def score(self, batch):
+        words = [float(len(text.split())) for text in batch.prompts]
+        return {"score": [num + own.get("bonus", 0) for num, own in zip(words, batch.metadata)]}
+
+def length(completion, reference, prompt_text, metadata):
+    return float(len(completion))
 """
 RECIPE = """
 [reward]
@@ -71,7 +76,7 @@ name = "{folder}/mine.py:Latent"
 label = "latent_mean"
 
 [[reward.scorers]]
-name = "{folder}/mine.py:words"
+name = "{folder}/mine.py:Words"
 label = "ocr"
 
 [reward.http]
@@ -159,27 +164,9 @@ class CosmosClient:
 def service(folder: Path, recipe: str = RECIPE, **variables: str) -> Iterator[int]:
     """Run a service; yield its port."""
     (folder / "mine.py").write_text(SCORERS)
-    (folder / "rewards.toml").write_text(recipe.format(folder=folder))
-    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    with (
-        (folder / "log").open("w+") as log,
-        subprocess.Popen([*command, "--dir", str(folder)], stderr=log, env=environment) as process,
-    ):
-        try:
-            yield _port(folder / "log", process)
-        finally:
-            process.kill()
+    with run_service(folder, recipe.format(folder=folder), **variables) as (_, port):
+        yield port
     assert "Traceback" not in (folder / "log").read_text()
-
-
-def _port(log: Path, process: subprocess.Popen[bytes]) -> int:
-    end = time.monotonic() + PATIENCE_S
-    while not (found := re.search(r"base_url=http://[^ ]*:(\d+)", log.read_text())):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.05)
-    return int(found[1])
 
 
 def variables(port: int, era: str) -> dict[str, str]:
@@ -354,6 +341,33 @@ def test_scorer_whose_media_the_request_lacks_fails_and_the_others_do_not(port: 
     assert found["scores"] is None
     assert "reads latents" in found["error"]
     assert client.fetch(*where, "ocr")["scores"] == {"ocr": [1.0, 1.0]}
+
+
+OF_TEXTS = """
+[[reward.scorers]]
+name = "{folder}/mine.py:length"
+label = "of_texts"
+"""
+
+
+def test_scorer_of_texts_is_refused_or_fails_as_there_is_no_completion(tmp_path: Path) -> None:
+    with service(tmp_path, RECIPE + OF_TEXTS) as port:
+        raw, statuses = Raw(port), set[int]()
+        body = lines(VIDEO, prompts=["a"], reward_fn={"ocr": 1, "of_texts": 1})
+        end = time.monotonic() + PATIENCE_S
+        while 422 not in statuses:  # what a scorer reads is known when a worker has loaded it
+            status, answer = raw.post("enqueue", body)
+            statuses.add(status)
+            if status == 200:
+                document = json.loads(raw.until_ready(uuid=json.loads(answer)["uuid"], type="of_texts"))
+                assert document["scores"] is None
+                assert "'of_texts' reads the texts of completions" in document["error"]
+            assert time.monotonic() < end
+        assert statuses <= {200, 422}
+        assert b"'of_texts' reads the texts of completions" in answer
+        assert client_of(port).fetch(
+            *client_of(port).enqueue(VIDEO, {"prompts": ["a"], "reward_fn": {"ocr": 1, "of_texts": 0}}), "ocr"
+        )["scores"] == {"ocr": [1.0]}
 
 
 VIDEO = np.zeros((1, 3, 1, 2, 2), np.uint8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import os
 import re
 import signal
 import socket
@@ -13,19 +12,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from fake_hub import FakeHub
 from replica_processes import ForkedReplica, exit_code, replica
+from reward_processes import PATIENCE_S, Client, Reply, eventually, run_service
 
 from starling.common.wire import messages as wire
 from starling.reward.http.npy import npy_header
 
-PATIENCE_S = 60.0
 SCORER = """
 import os
 import time
@@ -65,40 +64,6 @@ port = 0
 """
 
 
-class Reply(NamedTuple):
-    status: int
-    body: Any
-    headers: dict[str, str]
-
-
-class Client:
-    """Requests to a service."""
-
-    def __init__(self, port: int, token: str = "") -> None:
-        self.port, self.token = port, token
-
-    def send(self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-        data = raw if raw is not None or body is None else json.dumps(body).encode()
-        authorization = {"authorization": f"Bearer {self.token}"} if self.token else {}
-        try:
-            with suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # it answers before it has read a body that is too large
-                connection.request(method, path, data, {"content-type": "application/json", **authorization, **headers})
-            response = connection.getresponse()
-            text = response.read()
-            found = {name.lower(): value for name, value in response.getheaders()}
-            is_json = found.get("content-type") == "application/json"
-            return Reply(response.status, json.loads(text) if is_json else text.decode(), found)
-        finally:
-            connection.close()
-
-    def score(self, *completions: str, wait_s: float = 30.0, **fields: Any) -> Reply:
-        samples = [{"completion": one, "reference": "abc", **fields} for one in completions]
-        return self.send("POST", "/v1/rewards", {"samples": samples, "wait_s": wait_s})
-
-
 def recipe(folder: Path, more: str = "", scorer_s: float = 1.0, num_workers: int = 2) -> Path:
     (folder / "mine.py").write_text(SCORER)
     text = RECIPE.format(folder=folder, scorer_s=scorer_s, num_workers=num_workers) + more
@@ -111,33 +76,9 @@ def service(
     folder: Path, more: str = "", *, scorer_s: float = 1.0, num_workers: int = 2, **variables: str
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run a service without a controller; yield its process and its port."""
-    config = recipe(folder, more, scorer_s, num_workers)
-    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(config)]
-    log = (folder / "log").open("w+")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    with subprocess.Popen([*command, "--dir", str(folder)], stderr=log, env=environment, text=True) as process:
-        try:
-            yield process, port_of(folder / "log", process)
-        finally:
-            process.kill()
-            log.close()
-
-
-def port_of(log: Path, process: subprocess.Popen[str]) -> int:
-    end = time.monotonic() + PATIENCE_S
-    while not (found := re.search(r"base_url=http://[^ ]*:(\d+)", log.read_text())):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.05)
-    return int(found[1])
-
-
-def eventually(is_true: Callable[[], bool]) -> bool:
-    """Wait until a condition holds; return False when it does not in time."""
-    end = time.monotonic() + PATIENCE_S
-    while not (found := is_true()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
+    text = recipe(folder, more, scorer_s, num_workers).read_text()
+    with run_service(folder, text, **variables) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +282,8 @@ def test_limits_of_a_service_with_a_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "num_bytes", "status"), [("wrong", 4 << 20, 401), ("secret", 4 << 20, 413), ("secret", 900_000, 429)]
+    ("token", "num_bytes", "status"),
+    [("wrong", 4_000_000, 401), ("secret", 4_000_000, 413), ("secret", 900_000, 429)],
 )
 def test_client_that_sends_for_a_while_gets_the_refusal(
     limited_port: int, token: str, num_bytes: int, status: int

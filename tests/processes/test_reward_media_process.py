@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_reward_http import Client, Reply, eventually, port_of
+from reward_processes import Client, Reply, eventually, run_service
 
 SCORER = """
 import os
@@ -68,19 +68,10 @@ max_body_mb = 16
 @contextmanager
 def service(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     (folder / "mine.py").write_text(SCORER)
-    (folder / "rewards.toml").write_text(RECIPE.format(folder=folder))
-    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (
-        (folder / "log").open("w+") as log,
-        subprocess.Popen([*command, "--dir", str(folder)], stderr=log, env=environment, text=True) as process,
-    ):
-        try:
-            client = Client(port_of(folder / "log", process))
-            assert eventually(lambda: client.send("GET", "/readyz").status == 200)
-            yield process, client
-        finally:
-            process.kill()
+    with run_service(folder, RECIPE.format(folder=folder)) as (process, port):
+        client = Client(port)
+        assert eventually(lambda: client.send("GET", "/readyz").status == 200)
+        yield process, client
 
 
 @pytest.fixture(scope="module")

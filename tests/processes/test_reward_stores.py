@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from redis_servers import PASSWORD, QUOTED, needs_redis, redis_server
 from reward_load import Load, Service, of_redis, services
-from test_reward_http import PATIENCE_S, eventually
+from reward_processes import PATIENCE_S, eventually
+from small_disk import disk
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=needs_redis)])
@@ -87,7 +89,7 @@ def test_store_that_cannot_be_used_is_one_sentence_at_the_start(tmp_path: Path) 
     service = Service(tmp_path, "typo", f'store = "redis"\nredis_ulr = "redis://:{QUOTED}@127.0.0.1:1/0"')
     assert service.process.wait(PATIENCE_S) == 2
     log = service.log.read_text()
-    assert "unknown setting reward.http.redis_ulr = 'redis://...@127.0.0.1:1/0'; did you mean" in log
+    assert "unknown setting reward.http.redis_ulr = (hidden); did you mean" in log
     service = Service(tmp_path, "three", f'store = "redis"\nredis_url = "redis://:{QUOTED}@127.0.0.1:1/0"')
     assert service.process.wait(PATIENCE_S) == 2
     log = service.log.read_text()
@@ -95,3 +97,15 @@ def test_store_that_cannot_be_used_is_one_sentence_at_the_start(tmp_path: Path) 
     assert QUOTED not in log
     assert PASSWORD not in log
     assert "Traceback" not in log
+
+
+def test_store_on_a_read_only_volume_is_one_sentence(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", size_mb=1) as small:
+        subprocess.run(["mount", "-o", "remount,ro", str(small.folder)], timeout=60, check=True)
+        path = small.folder / "requests.sqlite"
+        service = Service(tmp_path, "one", f'store = "sqlite"\nstore_path = "{path}"')
+        assert service.process.wait(PATIENCE_S) == 2
+        assert service.log.read_text().splitlines()[-1] == (
+            f"starling reward-0: cannot open {path}: Read-only file system; set reward.http.store_path to a file on a "
+            "local disk"
+        )

@@ -355,6 +355,11 @@ def asks(harness: Harness, replica: Replica, words: Words, options: Options) -> 
     return [line for lines in text for line in lines.split("\n")]
 
 
+def checkpoints(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
+    """An operator requests a saved state."""
+    return harness.receive(replica.name, wire.RequestCheckpoint(request="checkpoint"))
+
+
 def stops(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """An operator requests a stop."""
     return harness.receive(replica.name, wire.RequestStop(request="stop", reason=" ".join(words) or "enough"))
@@ -380,5 +385,6 @@ VERBS: dict[str, Callable[[Harness, Replica, Words, Options], list[str]]] = {
     "sets": sets,
     "evaluates": evaluates,
     "asks": asks,
+    "checkpoints": checkpoints,
     "stops": stops,
 }

@@ -79,6 +79,8 @@ def record_text(record: records.Record) -> str:
             rest = f"{number}: reward {summary['reward_mean']}, {summary['num_failed']} failed"
         case records.EvaluationRequested(request=request):
             rest = request
+        case records.CheckpointRequested(version=version):
+            rest = f"v{version}"
         case records.StopAsked(reason=reason) | records.RunStopped(reason=reason):
             rest = reason
         case records.SettingChanged(key=key, value=value, step=step):

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -104,8 +105,13 @@ ENVIRONMENT_MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "{bad",
         ("STARLING_RL = '{bad' is not valid JSON", "STARLING_RL__KEY"),
     ),
-    "a list that is no JSON": ("STARLING_REWARD__SCORERS", "[{bad", ("STARLING_REWARD__SCORERS = '[{bad'", "JSON")),
-    "a table that is no JSON": ("STARLING_DATA__OPTIONS", "{", ("STARLING_DATA__OPTIONS = '{'", "JSON")),
+    # Both may hold secrets, which no error shows.
+    "a list that is no JSON": (
+        "STARLING_REWARD__SCORERS",
+        "[{bad",
+        ("STARLING_REWARD__SCORERS = (hidden) is not", "JSON"),
+    ),
+    "a table that is no JSON": ("STARLING_DATA__OPTIONS", "{", ("STARLING_DATA__OPTIONS = (hidden) is not", "JSON")),
     "JSON without end": ("STARLING_RL", "[" * 9000, ("STARLING_RL = '[[[", "is not valid JSON")),
     "a misspelt key in JSON": ("STARLING_RL", '{"grop_size": 4}', ("rl.grop_size = 4; did you mean rl.group_size?",)),
     "a number for a section": ("STARLING_RL", "5", ("rl = 5", "valid dictionary")),
@@ -239,6 +245,24 @@ def test_dry_run_names_what_it_has_checked(
     assert not Path("runs").exists()
 
 
+def test_dry_run_hides_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(make_workdir(tmp_path))
+    monkeypatch.setenv("STARLING_ROLLOUT__API__KEY", "of-the-environment")
+    (tmp_path / "secrets.toml").write_text(
+        '[reward.http]\nstore = "redis"\ntoken = "of-a-file"\nredis_url = "redis://user:of-a-url@host:6379/0"\n'
+        '[policy.saving]\nstorage_options = {secret_key = "of-a-table", region = "shown"}\n'
+    )
+    assert main([*RUN, "--dry-run", "--config", "secrets.toml"]) == 0
+    printed = capsys.readouterr()
+    assert "of-" not in printed.out + printed.err
+    tree = tomllib.loads(printed.out)
+    assert tree["rollout"]["api"]["key"] == tree["reward"]["http"]["token"] == "(hidden)"
+    assert tree["reward"]["http"]["redis_url"] == "(hidden)"
+    assert tree["policy"]["saving"]["storage_options"] == {"secret_key": "(hidden)", "region": "shown"}
+
+
 @pytest.mark.campaign
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount namespace")
 def test_dry_run_names_an_rdma_port_that_weights_do_not_use(tmp_path: Path) -> None:
@@ -370,6 +394,14 @@ def test_address_that_cannot_be_listened_on_is_refused_before_anything_starts(
         message = error_of([*RUN, *flags, "--network.port", port], capsys)
     assert f"cannot listen on tcp://127.0.0.1:{port}: Address already in use" in message
     assert "choose another port, or 0" in message
+
+
+@pytest.mark.system
+def test_controller_that_does_not_listen_in_time_fails_the_run(tmp_path: Path) -> None:
+    make_workdir(tmp_path)
+    with starling_command(tmp_path, *RUN, "--network.connect-s", "0.01") as command:
+        assert command.wait() == 1
+    assert "the controller did not listen within 0.01 s; raise network.connect_s if the machine" in command.errors
 
 
 @pytest.mark.system

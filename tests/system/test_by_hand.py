@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,7 +44,11 @@ def make_run_folder(folder: Path) -> Path:
 
 
 def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) -> None:
-    folder, config = make_run_folder(tmp_path), ["--config", "tiny.toml", "--policy.init", "random", "--dir", "run"]
+    folder = make_workdir(tmp_path, network={"connect_s": 15.0}, rl={"num_steps": 8})
+    run_to_the_end(folder, "prepare", "tiny.toml", "--dir", "run", "--rollouts", "2", "--rewards", "2")
+    run_to_the_end(folder, "keys", "make", "others/keys", "rollout-1", "reward-1")
+    config = ["--config", "run/config.toml", "--dir", "run"]
+    run_id = tomllib.loads((folder / "run/config.toml").read_text())["run"]["id"]
     own_key = json.loads((folder / "run/keys/rollout-1.json").read_text())
     stranger_file = folder / "others/keys/rollout-1.json"
     stranger_file.write_text(
@@ -72,7 +77,7 @@ def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) 
     assert unknown_key.process.returncode == 1
     assert f"the controller at {address} refuses the key of rollout-1; use the key file that was" in unknown_key.errors
     assert wrong_run.process.returncode == 1
-    assert "the controller refuses reward-1: this is run by-hand, not yesterday" in wrong_run.errors
+    assert f"the controller refuses reward-1: this is run {run_id}, not yesterday" in wrong_run.errors
     assert other_run.process.returncode == 1
     assert "cannot be reached by reward-1" in other_run.errors
     assert "that the key file was made for this run" in other_run.errors

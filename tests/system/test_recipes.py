@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from run_folders import check_page
 from safetensors.torch import load_file
 from system_runs import Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,6 +63,10 @@ def test_quickstart_writes_its_results(tmp_path: Path) -> None:
     report = Command(tmp_path, "sync-report", str(attempt.parent), name="sync-report")
     assert report.wait() == 0, report.transcript()
     assert "bottleneck: " in report.output
+    page = Command(tmp_path, "report", str(attempt.parent), "-o", str(tmp_path / "report.html"), name="report")
+    assert page.wait() == 0, page.transcript()
+    text = check_page(tmp_path / "report.html")
+    assert all(words in text for words in ("the run is complete", "policy-0", "rollout-1", "exact_match"))
     timelines = [json.loads(path.read_text()) for path in sorted((attempt / "weightsync").glob("version-*.json"))]
     assert len(timelines) == len({line["version"] for line in metrics(attempt, "published")})
     assert any(event["name"] == "read" and event["args"]["lanes"] for t in timelines for event in t["traceEvents"])

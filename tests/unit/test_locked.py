@@ -1,11 +1,9 @@
-"""The locked file and the bill of materials: complete, pinned, hashed, and without addresses."""
+"""The locked file: complete, pinned, hashed, and without addresses."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -70,15 +68,3 @@ def test_locked_install_takes_nothing_without_a_hash() -> None:
     assert "--constraint constraints.locked.txt --only-binary :all:" in installs[0]
     assert "--require-hashes --no-deps --no-build-isolation --requirement constraints.locked.txt" in installs[1]
     assert "--no-deps --no-build-isolation --editable libs/common" in installs[2]
-
-
-def test_bill_of_materials_lists_every_locked_package_and_member() -> None:
-    command = [sys.executable, "release/sbom.py"]
-    bill = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
-    listed = {component["name"]: component for component in bill["components"]}
-    assert {name: listed[name]["version"] for name in locked()} == locked()
-    assert all(listed[name]["hashes"] for name in locked())
-    members = {path.parent.name for path in ROOT.glob("[ls]*/*/pyproject.toml")}
-    assert {f"starling-{name}" for name in members} == set(listed) - set(locked())
-    assert "://" not in json.dumps(bill["components"])

@@ -58,6 +58,7 @@ def test_fsdp_ranks_send_their_shards_to_an_actor_of_ray(ray_python: Path, ray_f
         "HOME": str(ray_folder),  # for the token of Ray's cluster
         "RAY_TMPDIR": str(ray_folder),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # by default 15, which makes them wait for whatever else runs
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     process = subprocess.Popen(

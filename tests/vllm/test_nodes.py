@@ -21,6 +21,7 @@ from test_policy_nodes import free_address, sentence
 from warm import process_context
 
 from starling.algo.tokenizer import load_tokenizer
+from starling.common.observe.notify import NotifySocket
 from starling.common.observe.process import EXIT_FAILED, EXIT_USAGE, StopSignal, run_service
 from starling.common.service import SECTIONS, ServiceArguments, parse_arguments
 from starling.common.settings import load
@@ -71,7 +72,7 @@ def read(folder: Path, *flags: str) -> tuple[RolloutProcess, ServiceArguments]:
 def be_agent(folder: Path, flags: tuple[str, ...]) -> None:
     """Be the agent of node 1, in a process of its own."""
     made = make_agent(*read(folder, *flags, "--node-rank", "1"))
-    raise SystemExit(run_service(f"{NAME}.node-1", lambda: made.run(StopSignal())))
+    raise SystemExit(run_service(f"{NAME}.node-1", lambda: made.run(StopSignal(), NotifySocket())))
 
 
 def spec_of_node_0(folder: Path, wake: Callable[[], None], *flags: str) -> EngineSpec:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from faults import Target
 from guarantees import JournalHistory, contradictions, expected_digests, other_batches, read_history, violations
-from host_faults import WallClock, disk
+from host_faults import WallClock
 from observation import Observation
+from small_disk import disk
 from system_runs import Command, starling_command
 
 import starling.cli

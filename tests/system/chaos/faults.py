@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from host_faults import HOUR_S, Disk, WallClock
+from host_faults import HOUR_S, WallClock
 from observation import Observation
+from small_disk import Disk
 from system_runs import Command
 
 RECOVERY_S = 60.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import struct
@@ -41,41 +40,6 @@ class WallClock:
             (offset,) = struct.unpack("q", file.read(8))
             file.seek(0)
             file.write(struct.pack("q", offset + int(seconds * 1e9)))
-
-
-class Disk:
-    """A small file system in memory."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._ballast = folder / "ballast"
-
-    def fill(self) -> None:
-        """Fill it completely."""
-        with self._ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"\0" * 65536)
-        with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"\0")
-
-    def free(self) -> None:
-        """Free the space."""
-        self._ballast.unlink(missing_ok=True)
-
-
-@contextmanager
-def disk(folder: Path, size_mb: int) -> Iterator[Disk]:
-    """Mount a file system of `size_mb` at `folder`. Skips the test without permission."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
-    try:
-        yield Disk(folder)
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], timeout=60, check=True)
 
 
 class Network:

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from host_faults import HOUR_S, Network, WallClock, disk, network
+from host_faults import HOUR_S, Network, WallClock, network
+from small_disk import disk
 
 pytestmark = pytest.mark.system
 

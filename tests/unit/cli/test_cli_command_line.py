@@ -23,16 +23,24 @@ CONNECTION = ("--controller", "--key", "--run", "--timeout", "--json")
 MODEL = ("--model", "--num-gpus", "--tp-size", "--engine", "--seed")
 ANSWERS = ("--num-completions", "--temperature", "--max-tokens", "--limit", "--plain", "--system", "--resume", "--out")
 FLAGS: dict[str, tuple[str, ...]] = {
-    "run": ("--config", "--from", "--dry-run", "--resume", "--accept-changed-data"),
+    "run": ("--config", "--launcher", "--from", "--dry-run", "--resume", "--accept-changed-data"),
     "rollout-only": ("--only",),
     "policy-replay": ("--replay",),
     "status": CONNECTION,
     "why": CONNECTION,
+    "top": ("--allow-control", "--telemetry", "--observer-key", "--controller", "--key", "--run"),
     "set": CONNECTION,
+    "checkpoint": CONNECTION,
     "stop": CONNECTION,
+    "profile": (
+        *CONNECTION, "--steps", "--seconds", "--groups", "--limit", "--ranks", "--memory", "--flames", "--merge",
+    ),
+    "scale": CONNECTION,
+    "drain": CONNECTION,
     "evaluate": (*CONNECTION, *MODEL, *ANSWERS, "--tasks", "--scorer"),
     "infer": (*MODEL, *ANSWERS, "--prompt-column"),
     "serve": (*MODEL, "--from", "--config", "--key"),
+    "prepare": ("--dir", "--models", "--policies", "--rollouts", "--rewards", "--teachers"),
     "smoke": (),
     "settings": ("--toml", "--json"),
     "plan": (
@@ -40,6 +48,10 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "--gpu-tflops", "--host-gb-per-s", "--network-gb-per-s", "--step-tokens", "--microbatch-tokens",
         "--sequence-tokens", "--rows", "--picture", "--json",
     ),
+    "runs": ("--json",),
+    "compare": ("--out", "-o"),
+    "report": ("--out", "-o"),
+    "dashboard": ("--host", "--port", "--allow-control", "--key", "--token-file", "--address-file", "--allow-host"),
     "sync-report": ("--last", "--json"),
     "sim": (
         "--faults", "--replicas", "--no-shrink", "--jobs", "--seeds", "--first-seed",
@@ -50,6 +62,31 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "scratch": (),
     "export": ("--ema", "--model", "--shard-mb", "--storage-options", "--trust-remote-code"),
     "completion": ("--install",),
+    "migrate": ("--out", "-o"),
+    "join": (
+        "--role",
+        "--key",
+        "--name",
+        "--gpus",
+        "--host",
+        "--set",
+        "--config",
+        "--dir",
+        "--replace",
+        "--timeout",
+    ),
+    "deploy systemd": (
+        "--role", "--gpus", "--controller", "--number", "--config", "--join", "--program", "--root",
+        "--dry-run",
+    ),
+    "deploy slurm": (
+        "--out", "--gpus-per-node", "--nodes-policy", "--nodes-rollout", "--cpus", "--time", "--image", "--mount",
+        "--interface",
+    ),
+    "deploy lepton": (
+        "--image", "--resource-shape", "--node-group", "--mount", "--env", "--secret", "--pull-secret",
+        "--nodes-policy", "--nodes-rollout", "--out",
+    ),
     "keys make": ("--replace",),
     "keys list": (),
     "keys revoke": (),
@@ -81,6 +118,9 @@ PARSED: dict[str, dict[str, Any]] = {
         "picture": Path("a.svg"), "json": True,
     },
     "sync-report runs/a --last 2": {"folder": Path("runs/a"), "last": 2, "json": False},
+    "runs": {"folder": Path("runs"), "json": False},
+    "compare runs/a runs/b -o a.html": {"folders": (Path("runs/a"), Path("runs/b")), "out": Path("a.html")},
+    "report runs/a --out a.html": {"folder": Path("runs/a"), "out": Path("a.html")},
     "record runs/a --out a.zip": {"folder": Path("runs/a"), "out": Path("a.zip")},
     "replay a.zip --incarnation 2 --until 7 --json": {
         "source": Path("a.zip"), "incarnation": 2, "until": 7, "json": True,

@@ -37,7 +37,10 @@ zpty -d shell
 """
 CASES = (
     (("starling", "sta"), {"status"}),
-    (("starling", "s"), {"smoke", "settings", "scratch", "serve", "status", "set", "stop", "sync-report", "sim"}),
+    (
+        ("starling", "s"),
+        {"smoke", "settings", "scale", "scratch", "serve", "status", "set", "stop", "sync-report", "sim"},
+    ),
     (("starling", "run", "--dry"), {"--dry-run"}),
     (("starling", "keys", "re"), {"revoke"}),
     (("starling", "completion", "z"), {"zsh"}),

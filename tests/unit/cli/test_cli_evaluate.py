@@ -19,7 +19,7 @@ from starling.cli.main import main
 from starling.cli.recipe.arithmetic import describe_arithmetic
 from starling.cli.recipe.schema import Recipe, load_recipe
 from starling.cli.run.command import generate_settings, replay_settings
-from starling.cli.run.gpus import devices_of, num_instances, visible_gpus
+from starling.cli.run.gpus import FreeGpus, num_instances, visible_gpus
 from starling.cli.run.screen import PlainScreen
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt, Status, TrajectoryMeta
@@ -105,14 +105,27 @@ def test_num_instances_refuses_numbers_that_do_not_divide(
         num_instances(num_gpus, tp_size, present)
 
 
-def test_devices_of_gives_each_instance_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_gpus_gives_each_instance_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6,7,2")
     assert visible_gpus() == ["4", "5", "6", "7", "2"]
-    assert devices_of("rollout-0", 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
-    assert devices_of("rollout-1", 2) == {"CUDA_VISIBLE_DEVICES": "6,7"}
-    assert devices_of("rollout-1", 0) == {}
-    with pytest.raises(ConfigError, match="the 5 GPUs visible here are too few for rollout-2; lower it"):
-        devices_of("rollout-2", 2)
+    gpus = FreeGpus()
+    assert gpus.take("rollout-0", 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert gpus.take("rollout-1", 2) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert gpus.take("rollout-1", 0) == {}
+    with pytest.raises(ConfigError, match=r"rollout-2 .* = 2, and of the 5 GPUs visible here 1 is free; lower it"):
+        gpus.take("rollout-2", 2)
+
+
+def test_free_gpus_gives_a_restarted_instance_its_former_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    gpus = FreeGpus()
+    for name in ("rollout-0", "rollout-1"):
+        gpus.take(name, 1)
+    for name in ("rollout-0", "rollout-1", "rollout-7"):
+        gpus.release(name)
+    assert gpus.take("rollout-1", 1) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert gpus.take("rollout-2", 1) == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert gpus.take("rollout-0", 1) == {"CUDA_VISIBLE_DEVICES": "2"}, "another one has its former GPU"
 
 
 # --- evaluate ------------------------------------------------------------------------------------------------------

@@ -76,8 +76,9 @@ def test_controller_waits_for_the_launched_replicas(tmp_path: Path) -> None:
     (teacher / "model.safetensors").write_bytes(b"")
     tree = {"model": {"scratch": SCRATCH}, "data": {"source": "rows.jsonl"}, "teacher": {"path": str(teacher)}}
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(tree))
-    plan = load_recipe([tmp_path / "recipe.toml"], []).plan()
-    assert (plan.num_rollouts, plan.num_rewards, plan.num_teachers) == (1, 0, 1)
+    for flags in ([], ["--controller.start-s", "600"]):  # the rest of the section is not given by one of its settings
+        plan = load_recipe([tmp_path / "recipe.toml"], flags).plan()
+        assert (plan.num_rollouts, plan.num_rewards, plan.num_teachers) == (1, 0, 1)
     (teacher / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"the model folder .*big has a config.json and no weights; add model"):
         load_recipe([tmp_path / "recipe.toml"], [])
@@ -127,6 +128,17 @@ def test_nodes_of_a_replica_need_an_address_of_their_own(launch: dict[str, Any],
     changed = {of_rollout(name): value for name, value in launch.items()}
     with pytest.raises(ValidationError, match=of_rollout(complaint)):
         recipe("rl", teacher={"path": "big"}, launch={"rollout_nodes": 2, **changed})
+
+
+def test_launcher_ray_finds_the_address_of_a_replicas_nodes_itself() -> None:
+    nodes = {"policy_nodes": 2, "rollout_nodes": 2, "num_rollouts": 3}
+    ranks = {"parallel": {"dp_shard": 2}}
+    recipe("rl", teacher={"path": "big"}, policy=ranks, launch={"launcher": "ray", **nodes})
+    with pytest.raises(ValidationError, match=r"launch.rollout_rdzv = 'h:1', but the launcher ray chooses where"):
+        recipe("rl", teacher={"path": "big"}, policy=ranks, launch={"launcher": "ray", **nodes, "rollout_rdzv": "h:1"})
+    local = {"launcher": "ray", **nodes, "ray": {"roles": ["rollout"]}}
+    with pytest.raises(ValidationError, match=r"launch.policy_nodes = 2, and launch.policy_rdzv is missing"):
+        recipe("rl", teacher={"path": "big"}, policy=ranks, launch=local)
 
 
 def test_nodes_of_a_policy_divide_its_ranks() -> None:

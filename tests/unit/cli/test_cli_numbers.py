@@ -47,6 +47,8 @@ LISTS: dict[str, dict[str, Any]] = {
     "reward.scorers": {"name": "exact_match"},
     "controller.trained_scorers": {"label": "exact_match", "weight": 1.0},
     "policy.algorithm.corrections": {"kind": "truncate", "high": 2.0},
+    "launch.hosts": {"host": "a"},
+    "rollout.pools": {"count": 1},
 }
 """Lists of sections, with the smallest valid member."""
 

@@ -30,6 +30,21 @@ def test_start_timeout_covers_the_start_of_engines_and_nodes(flags: list[str], s
     assert load_recipe([RECIPE], flags).controller.start_s == start_s
 
 
+SEVERAL = ("--launch.policy-nodes=2", "--policy.parallel.dp-shard=2", "--launch.num-policies=2")
+
+
+def test_launcher_of_a_cluster_chooses_where_nodes_meet() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.policy_rdzv is missing"):
+        load_recipe([RECIPE], SEVERAL)
+    launch = load_recipe([RECIPE], ("--launch.launcher=slurm", *SEVERAL)).launch
+    assert (launch.policy_nodes, launch.policy_rdzv) == (2, "")
+    with pytest.raises(ConfigError, match=r"but the launcher slurm chooses where the nodes of each replica meet"):
+        load_recipe([RECIPE], ("--launch.launcher=slurm", "--launch.policy-rdzv=h:1", *SEVERAL))
+    for others in (("--launch.launcher=kubernetes",), ("--launch.launcher=slurm", '--launch.slurm.roles=["rollout"]')):
+        with pytest.raises(ConfigError, match=r"launch\.policy_rdzv is missing"):
+            load_recipe([RECIPE], (*others, *SEVERAL))
+
+
 def test_controller_bounds_groups_by_what_rollouts_and_teachers_may_send(tmp_path: Path) -> None:
     follows = load_recipe([RECIPE], []).controller
     assert (follows.max_model_len, follows.teacher_top_k) == (0, None)
@@ -46,6 +61,21 @@ def test_controller_waits_for_policies_of_other_machines_too() -> None:
     assert awaited.plan().num_policies == 3
     launched = load_recipe([RECIPE], ["--launch.num_policies=2"])
     assert (launched.plan().num_policies, launched.policy.parallel.elastic) == (2, True)
+
+
+@pytest.mark.parametrize("count", ["num_rollouts", "num_rewards"])
+@pytest.mark.parametrize("others", [[], ["--controller.start-s", "600"]])
+def test_replicas_of_other_machines_are_counted_as_given(
+    count: str, others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default number too, and whatever else of the section is given."""
+    none = [f"--launch.{count}=0", *others]
+    assert getattr(load_recipe([RECIPE], [*none, f"--controller.{count}=1"]).plan(), count) == 1
+    assert getattr(load_recipe([RECIPE], [*none, f"--controller.{count}=2"]).plan(), count) == 2
+    with pytest.raises(ConfigError, match=rf"launch\.{count} = 0, but .* or controller\.{count} to the number"):
+        load_recipe([RECIPE], none)
+    monkeypatch.setenv(f"STARLING_CONTROLLER__{count.upper()}", "1")
+    assert getattr(load_recipe([RECIPE], none).plan(), count) == 1
 
 
 def test_controller_bounds_scores_by_the_scorers_of_the_recipe() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_disk import disk
 
 from starling.cli.console import Console
 from starling.cli.recipe.schema import Recipe
@@ -82,3 +83,16 @@ def test_plain_screen_prints_each_evaluation_once(capsys: pytest.CaptureFixture[
         )
     lines = [line for line in capsys.readouterr().out.splitlines() if "evaluation of version" in line]
     assert [int(line.split("version ")[1].split(":")[0]) for line in lines] == [1, 2, 3, 4, 8, 9, 10]
+
+
+def test_plain_screen_on_a_full_disk_stops_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = PlainScreen(load(Recipe, [QUICKSTART]))
+    with disk(tmp_path / "small", size_mb=1) as small:
+        small.fill()
+        with (small.folder / "out").open("w") as out:
+            monkeypatch.setattr("sys.stdout", out)
+            screen.line("rollout-0", "a line that is lost")
+            small.free()
+            screen.line("rollout-0", "a line that is shown")
+            monkeypatch.undo()
+        assert "a line that is shown" in (small.folder / "out").read_text()

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from datetime import datetime
+from pathlib import Path
 from typing import Literal
+
+import pytest
+
+from starling.common.observe.log import MAX_WAITING
 
 PROGRAM = """
 import logging, sys, threading
@@ -75,7 +82,7 @@ class Shell:
     def __init__(self, settings, arguments):
         pass
 
-    def run(self, stop):
+    def run(self, stop, notify):
         structlog.get_logger("any").info("serving")
 
 sys.exit(serve("reward", ServiceSettings, Shell, sys.argv[1:]))
@@ -89,3 +96,38 @@ def test_service_writes_its_log_in_the_format_of_the_run() -> None:
     )
     line = json.loads(done.stderr)
     assert (line["event"], line["level"], line["role"]) == ("serving", "info", "reward-2")
+
+
+FULL = """
+import logging, resource, signal, sys
+import structlog
+from starling.common.observe.log import configure
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, most))  # writes fail beyond, the last one in its middle
+configure("reward-1", "text")
+log = structlog.get_logger("any")
+for number in range(500):
+    log.info("line", number=number)
+    logging.getLogger("some.library").warning("other number=%d", number)
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+log.info("line", number=500)
+"""
+
+
+@pytest.mark.parametrize("is_unbuffered", [False, True])
+def test_log_that_had_no_space_has_each_line_once(is_unbuffered: bool, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    environment |= {"PYTHONUNBUFFERED": "1"} if is_unbuffered else {}
+    with (tmp_path / "log").open("wb") as file:
+        subprocess.run([sys.executable, "-c", FULL], stderr=file, env=environment, timeout=60, check=True)
+    lines = (tmp_path / "log").read_text().splitlines()
+    [told] = [at for at, line in enumerate(lines) if line.startswith("this log could not be written for a while (")]
+    assert lines[told].endswith("(File too large), and may lack lines")
+    assert all(line.count("role=reward-1") == line.count("number=") == 1 for line in lines if line is not lines[told])
+    written = [("other" in line, int(re.findall(r"number=(\d+)", line)[0])) for line in lines if line != lines[told]]
+    all_lines = [(is_other, number) for number in range(501) for is_other in (False, True)][:-1]
+    assert written[:told] == all_lines[:told]
+    assert 20 < told < 100
+    assert written[told:] == all_lines[-MAX_WAITING:], "the newest ones"

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from small_disk import disk
+
+from starling.common.observe.process import EXIT_RESTART
 
 STUCK = """
 import sys, threading
@@ -234,3 +238,33 @@ def test_name_that_is_no_text_is_no_obstacle_to_the_title() -> None:
     """The command line's own check then names it."""
     code = "from starling.common.observe.process import run_service as run; raise SystemExit(run('a-\\udcff', print))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+WRITING = """
+import sys
+from starling.common.observe.process import run_service
+
+def body():
+    with open(sys.argv[1], "wb", buffering=0) as file:
+        file.write(b"x")
+
+raise SystemExit(run_service("replica-0", body))
+"""
+
+
+def test_service_on_a_full_or_read_only_disk_ends_with_one_sentence(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", size_mb=1) as small:
+        small.fill()
+        full = [sys.executable, "-c", WRITING, str(small.folder / "new")]
+        ended = subprocess.run(full, capture_output=True, text=True, timeout=300, check=False)
+        assert ended.returncode == EXIT_RESTART
+        assert ended.stderr == (
+            "starling replica-0: a file cannot be written (No space left on device); free some space, or make its "
+            "volume writable, and start it again\n"
+        )
+        subprocess.run(["mount", "-o", "remount,ro", str(small.folder)], timeout=60, check=True)
+        ended = subprocess.run(full, capture_output=True, text=True, timeout=300, check=False)
+        assert ended.returncode == EXIT_RESTART
+        assert ended.stderr.startswith(
+            f"starling replica-0: {small.folder}/new cannot be written (Read-only file system);"
+        )

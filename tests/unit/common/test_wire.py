@@ -80,7 +80,11 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
     (messages.QueryRun(request="r1", about="why"), ()),
     (messages.ChangeSetting(request="r2", key="sampling.temperature", value=0.5), ()),
     (messages.RequestEvaluation(request="r3"), ()),
+    (messages.RequestCheckpoint(request="r5"), ()),
     (messages.RequestStop(request="r4", reason="enough"), ()),
+    (messages.RequestProfile(request="0" * 32, targets=("policy-0", "controller"), ranks=(0, 1), memory=True), ()),
+    (messages.ScaleReplicas(request="r5", role="rollout", num=8), ()),
+    (messages.DrainReplica(request="r6", name="rollout-3"), ()),
     (messages.OperatorReply(request="r1", ok=True, text="it waits", data={"a": 1}), ()),
     (messages.Leave(reason="done"), ()),
     (
@@ -132,6 +136,15 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
     (messages.Woken(lease="wake:rollout-0:0"), ()),
     (messages.CheckpointSaved(lease="checkpoint:1:0", step=1, path="/x"), ()),
     (messages.LeaseFailed(lease="adopt:1:0", status=messages.Status.INFRA_LOST, reason="late"), ()),
+    (messages.RequestSettings(with_model=True), ()),
+    (
+        messages.RoleSettings(
+            sections={"rollout": {"num_slots": 4}},
+            withheld=("rollout.api.key",),
+            files=(messages.ModelFile(name="config.json", nbytes=2, digest="0" * 32),),
+        ),
+        (b"{}",),
+    ),
     (messages.Welcome(heartbeat_s=1.0, lease_s=10.0), ()),
     (messages.RequestHello(), ()),
     (messages.Refused(reason="no"), ()),
@@ -185,6 +198,7 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
     (messages.SaveCheckpoint(lease="checkpoint:1:0", step=1), ()),
     (messages.ReleaseLeases(leases=("a", "b")), ()),
     (messages.Drain(reason="done"), ()),
+    (messages.Profile(profile="0" * 32, num_steps=3, seconds=10.0, num_groups=0, limit_s=300.0, ranks=(0,)), ()),
 ]
 BY_TAG = {type(message).__struct_config__.tag: (message, buffers) for message, buffers in SAMPLES}
 

@@ -364,6 +364,29 @@ def test_journal_keeps_steps_since_the_previous_state() -> None:
     assert "policy-0 is at version 1, and the journal keeps only the steps after version 2" in lines[-1]
 
 
+def test_operator_has_a_state_saved_before_the_next_step() -> None:
+    """Also where the recipe saves none."""
+    script = Script(num_steps=4, save_every=0, save_rest_s=100.0)
+    script.start_run()
+    ask = wire.RequestCheckpoint(request="a")
+    assert script.receive("operator-0", ask)[-1] == "operator-0 <- yes: the state of version 0 is saved already"
+    script.generate_and_score(0, 1, version=0)
+    asked = script.receive("operator-0", ask)
+    assert asked == ["operator-0 <- yes: the state of version 0 is saved already"], "the step is not made yet"
+    script.trains(1)
+    script.publishes(1)
+    script.adopts("rollout-0", 1)
+    assert "policy-0 <- save:1:0" not in script.log
+    lines = script.receive("operator-0", ask)
+    assert "policy-0 <- save:1:0" in lines
+    assert "operator-0 <- yes: a policy saves the state of version 1, or of the step that it makes now" in lines
+    script.saves_state(1)
+    assert script.receive("operator-0", ask)[-1] == "operator-0 <- yes: the state of version 1 is saved already"
+    script.receive("operator-0", wire.RequestStop(request="b", reason="enough"))
+    refused = script.receive("operator-0", ask)[-1]
+    assert refused == "operator-0 <- no: the run is ending; it saves its last state by itself"
+
+
 def test_states_are_saved_at_least_save_rest_s_apart() -> None:
     """The first one at least that long after the first step was dispatched."""
     script = Script(num_steps=4, save_every=1, save_rest_s=5.0)

@@ -31,12 +31,13 @@ EXAMPLES: Final[dict[type, object]] = {
     wire.HeldLease: wire.HeldLease(lease="x", phase="working"),
     wire.Wait: wire.Wait(what="x", on="controller", since_s=0.0, seconds_left=1.0),
     wire.RankRead: wire.RankRead(source="policy-0", source_rank=0, rank=0, transport="tcp", num_bytes=1, seconds=1.0),
+    wire.ProfileReport: wire.ProfileReport(profile="x", state="active", text="x"),
     wire.Status: wire.Status.OK,
     str: "x",
     float: 1.0,
     tuple: (),
 }
-"""An entry of each kind of sequence that is empty in an honest message."""
+"""A value of each kind that is absent from an honest message, or would be an entry of an empty sequence."""
 
 
 def paths(kind: inspect.Type) -> Iterator[Path]:
@@ -71,6 +72,7 @@ def lengthen(value: Any, kind: inspect.Type, path: Path) -> Any:
             [inner] = [one for one in types if not isinstance(one, inspect.NoneType)]
             return lengthen(value, inner, path)
         case inspect.StructType(fields=fields):
+            value = EXAMPLES[_class(kind)] if value is None else value
             [field] = [one for one in fields if one.encode_name == step]
             return msgspec.structs.replace(value, **{step: lengthen(getattr(value, step), field.type, rest)})
         case inspect.VarTupleType(item_type=item):

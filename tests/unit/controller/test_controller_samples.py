@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from transcript import Script
 
-from starling.common.wire.messages import ChatMessage, Prompt, Status, TrajectoryMeta
+from starling.common.wire.messages import ChatMessage, Media, Prompt, Status, TrajectoryMeta
 from starling.controller.core.events import Note
 from starling.controller.core.groups.group import Group
-from starling.controller.core.training.samples import MAX_CHARACTERS, choose, shortened, text_of, to_row
+from starling.controller.core.training.samples import MAX_CHARACTERS, MAX_TOKENS, choose, shortened, text_of, to_row
 
 
 def group(ordinal: int, num: int) -> Group:
@@ -56,6 +57,32 @@ def test_steps_and_seeds_choose_differently() -> None:
     few = [group(0, 2), group(1, 2)]
     seen = {(one.ordinal, index) for step in range(30) for one, index in choose(few, 1, seed=0, step=step)}
     assert len(seen) == 4
+
+
+def test_sample_row_has_tokens_with_log_probabilities_and_versions() -> None:
+    """Those of this completion alone, and at most `MAX_TOKENS`; none where the group's tokens are not in memory."""
+    sample = group(0, 3)  # completions of 0, 1 and 2 tokens
+    ids, logprobs, versions = np.array([7, 8, 9], "i4"), np.array([-0.5, -1.25, -2], "f4"), np.array([3, 3, 4], "i4")
+    sample.buffers = (b"", ids.tobytes(), logprobs.tobytes(), versions.tobytes())
+    row = to_row(sample, 2)
+    assert (row["token_ids"], row["logprobs"], row["versions"]) == ([8, 9], [-1.25, -2.0], [[3, 1], [4, 1]])
+    assert to_row(sample, 0)["token_ids"] == []
+    assert "token_ids" not in to_row(group(0, 3), 2)
+    num = MAX_TOKENS + 100
+    sample.trajectories = (
+        TrajectoryMeta(status=Status.OK, num_tokens=num, text="", oldest_version=3, newest_version=3),
+    )
+    sample.buffers = (b"", *(np.zeros(num, kind).tobytes() for kind in ("i4", "f4", "i4")))
+    row = to_row(sample, 0)
+    assert (len(row["token_ids"]), row["versions"]) == (MAX_TOKENS, [[0, MAX_TOKENS]])
+
+
+def test_sample_row_has_addresses_of_media() -> None:
+    """Not those that hold the content."""
+    sample = group(0, 1)
+    media = (Media(kind="image", uri="a.png"), Media(kind="video", uri=f"data:video/mp4;base64,{'A' * 10_000}"))
+    sample.prompt = Prompt(id="p", text="?", media=media)
+    assert to_row(sample, 0)["media"] == [{"kind": "image", "uri": "a.png"}]
 
 
 def test_sample_row_has_texts_rewards_and_versions() -> None:

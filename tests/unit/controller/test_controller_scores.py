@@ -158,3 +158,12 @@ def test_scores_are_equal_within_their_bounds() -> None:
     assert are_equal({"right": (1.0, 1.0), "short": (3.0, 2.0)}, (RIGHT, SHORT))
     assert not are_equal({"right": (1.0, 1.0), "short": (1.5, 2.0)}, (RIGHT, SHORT))
     assert are_equal({"right": (1.0, 1.0), "code": (None, None)}, (RIGHT, CODE))
+
+
+def test_group_whose_scorer_fails_says_by_which_status() -> None:
+    script = Script(max_tries=1)
+    script.start_run()
+    script.generates("rollout-0", "generate:t0:0")
+    script.scores("score:t0:0", 1.0, None)
+    notes = [command for command in script.commands if getattr(command, "kind", "") in ("waiting", "discarded")]
+    assert [note.fields["status"] for note in notes] == ["reward_error"]

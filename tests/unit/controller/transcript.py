@@ -21,6 +21,7 @@ from starling.controller.core.events import (
     Fetched,
     FinishRun,
     Note,
+    ProfileSelf,
     Prune,
     Received,
     ReplicaDisconnected,
@@ -105,6 +106,8 @@ def line(command: Command, aliases: Aliases) -> str:
             return f"journal <- {type(record).__name__}"
         case Store(step=step, groups=groups):
             return f"files <- {step}: {' '.join(group.prompt.id for group in groups)}"
+        case ProfileSelf(order=order):
+            return f"profile {order.profile}"
         case Prune(step=step) | Fetch(step=step):
             return f"journal: {type(command).__name__.lower()} {step}"
 
@@ -154,6 +157,10 @@ class Script:
     def disconnect(self, peer: str) -> list[str]:
         """Close the connection of `peer`."""
         return self._step(ReplicaDisconnected(self.now, peer))
+
+    def happens(self, event: Event) -> list[str]:
+        """Let any event happen."""
+        return self._step(event)
 
     def advance_time(self, seconds: float) -> list[str]:
         """Let time pass, then tick."""

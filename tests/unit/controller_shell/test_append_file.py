@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,22 @@ def test_append_file_lines_wait_while_the_disk_is_full(disk: Path) -> None:
     written = (disk / "metrics.jsonl").read_text()
     assert written.endswith("\n"), "incomplete lines were written"
     assert len(written.splitlines()) < 300
+    assert lines.problem == f"the disk of {disk} is full, and what cannot be written waits; free some space"
     (disk / "ballast").unlink()
     lines.flush()
     assert (disk / "metrics.jsonl").read_text().splitlines() == expected
+    assert lines.problem == ""
+    lines.close()
+
+
+def test_append_file_names_a_volume_that_became_read_only(disk: Path) -> None:
+    lines = AppendFile(disk / "metrics.jsonl")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    lines.write("one")
+    assert "is read-only, and what cannot be written waits; make it writable" in lines.problem
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    lines.flush()
+    assert (lines.problem, (disk / "metrics.jsonl").read_text()) == ("", "one\n")
     lines.close()
 
 

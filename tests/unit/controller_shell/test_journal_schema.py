@@ -10,7 +10,7 @@ import pytest
 
 from starling.common.errors import ConfigError
 from starling.controller.core.records import ControllerStarted
-from starling.controller.shell.journal.journal import Journal, check_before_resume, has_ended, read_journal
+from starling.controller.shell.journal.journal import Journal, check_before_resume, has_ended, last_ending, read_journal
 
 TRIGGER = "CREATE TRIGGER t AFTER INSERT ON records BEGIN DELETE FROM records; END"
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x FROM n) SELECT name, value FROM kept, n"
@@ -45,7 +45,7 @@ def num_records(path: Path) -> int:
 )
 def test_schema_that_would_run_is_refused(tmp_path: Path, statements: tuple[str, ...], what: str) -> None:
     path = changed(tmp_path, *statements)
-    for opened in (Journal, check_before_resume, lambda path: list(read_journal(path)), has_ended):
+    for opened in (Journal, check_before_resume, lambda path: list(read_journal(path)), has_ended, last_ending):
         with pytest.raises(ConfigError, match=f"has the {what}, which no journal has"):
             opened(path)
     assert num_records(path) == 1

@@ -100,7 +100,7 @@ def test_log_events_page_lists_the_kinds_of_metrics_lines() -> None:
     on_page = rows("Lines of metrics.jsonl")
     assert sorted(on_page) == sorted(note_kinds())
     for kind, (level, _) in on_page.items():
-        is_logged = kind not in QUIET_NOTES | {"samples", "logger"}
+        is_logged = kind not in QUIET_NOTES | {"samples", "logger", "notice"}
         assert level == ("" if not is_logged else "warning" if kind == "alarm" else "info"), kind
 
 

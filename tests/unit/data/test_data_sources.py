@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
+from starling.controller.data import gym
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import DataRow, load_rows
 
@@ -197,6 +200,44 @@ def test_load_rows_rejects_a_reasoning_gym_task(task: str, options: dict[str, An
         load_columns(f"reasoning_gym:{task}", options=options)
 
 
+def test_process_that_generates_rows_has_a_deadline_and_its_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym, "SILENT_S", 0.0)
+    with pytest.raises(ConfigError, match="reasoning_gym:countdown has generated no row for 0 s"):
+        list(gym.read_entries("countdown", {}, 3, None))
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(ConfigError, match="the process that generates rows of reasoning_gym:countdown ended with 1"):
+        list(gym.read_entries("countdown", {}, 3, None))
+
+
+PRINTING_TASK = """
+import os
+from dataclasses import dataclass
+
+@dataclass
+class Options:
+    size: int = 1
+
+class Task(list):
+    pass
+
+def create_dataset(name, seed, size):
+    print("loaded")
+    os.write(1, b"from a library in C")
+    return Task([{"question": "q", "answer": "a", "metadata": {}}] * size)
+
+DATASETS = {"loud": (Task, Options)}
+"""
+
+
+def test_what_a_task_prints_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym/__init__.py").touch()
+    (tmp_path / "reasoning_gym/factory.py").write_text(PRINTING_TASK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert list(gym.read_entries("loud", {}, 3, None)) == [{"question": "q", "answer": "a", "metadata": {}}]
+
+
 # --- functions -----------------------------------------------------------------------------------------------------
 
 FACTORIES = """number = 7
@@ -295,7 +336,19 @@ def test_heavy_libraries_are_imported_only_when_needed(tmp_path: Path) -> None:
         "from starling.controller.data.prompts import load_prompts\n"
         "from starling.controller.data.settings import DataSettings\n"
         f"assert len(load_prompts(DataSettings(source={str(path)!r}))) == 5\n"
-        "print(*sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'reasoning_gym'} & set(sys.modules)))\n"
+        "assert len(load_prompts(DataSettings(source='reasoning_gym:spell_backward', size=5))) == 5\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'reasoning_gym', 'matplotlib', 'sympy'}\n"
+        "print(*sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(("command", "problem"), [("exec sleep 600", "did not end within 0.1 s"), ("exit 3", "with 3")])
+def test_process_of_rows_that_does_not_end_well_is_one_sentence(command: str, problem: str) -> None:
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE) as process:
+        try:
+            with pytest.raises(ConfigError, match=problem):
+                gym.check_end(process, "spell_backward", 0.1 if "sleep" in command else 60.0)
+        finally:
+            process.kill()

@@ -50,7 +50,11 @@ BAD_FRAMES: list[tuple[str, list[bytes], str]] = [
     ("no MessagePack", [b"\xc1\xc1", BODY], "an envelope does not decode"),
     ("another map", [bare({"a": 1}), BODY], "an envelope does not decode"),
     ("a long envelope", [bare({**ROUTING, "cause": "x" * codec.MAX_ENVELOPE_BYTES}), BODY], "an envelope of"),
-    ("another protocol", [bare(envelope(protocol=2)), BODY], "protocol 2 instead of 1"),
+    (
+        "another protocol",
+        [bare(envelope(protocol=2)), BODY],
+        "it speaks version 2 of the protocol, and the controller version 1; install",
+    ),
     ("another run", [bare(envelope(run="run-2")), BODY], "this is run run-1, not run-2"),
     ("another name", [bare(envelope("rollout-0")), BODY], "rollout-0 does not own the key of its connection"),
     ("the controller", [bare(envelope("controller")), BODY], "controller does not own the key of its connection"),

@@ -37,6 +37,32 @@ def test_adding_keys_keeps_the_controllers_key(tmp_path: Path) -> None:
     assert curve.load_key(tmp_path / "rollout-2.json").controller_public == public
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write files of others")
+def test_keys_that_root_makes_belong_to_the_owner_of_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65533)
+    make_keys(folder, ("policy-0", "rollout-0"))
+    make_keys(folder, ("rollout-1",))
+    revoke_keys(folder, ("rollout-0",))
+    names = {"allowed.json", "controller.json", "policy-0.json", "rollout-1.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in folder.iterdir()} == {(65534, 65533)}
+
+
+def test_allow_list_that_becomes_readable_is_read(tmp_path: Path) -> None:
+    make_keys(tmp_path, ("policy-0",))
+    allowed = curve.AllowList(curve.load_allowed(tmp_path), tmp_path)
+    make_keys(tmp_path, ("rollout-0",))
+    (tmp_path / curve.ALLOWED).chmod(0o644)
+    with capture_logs() as logs:
+        assert not allowed.reload()
+    assert [line["event"] for line in logs] == ["the allow-list stays as it was"]
+    (tmp_path / curve.ALLOWED).chmod(0o600)
+    assert allowed.reload()
+    assert set(allowed.names.values()) == {"policy-0", "rollout-0"}
+
+
 def test_key_is_overwritten_only_with_replace(tmp_path: Path) -> None:
     make_keys(tmp_path, ("policy-0", "rollout-0"))
     old = curve.load_key(tmp_path / "policy-0.json")

@@ -22,6 +22,7 @@ from starling.common.nodes.agent import NodeAgent, Serve
 from starling.common.nodes.children import END
 from starling.common.nodes.facts import NodeFacts, mark
 from starling.common.nodes.nodes import JoinLimit, Nodes
+from starling.common.observe.notify import NotifySocket
 from starling.common.observe.process import StopSignal
 from starling.common.service import NodeArguments, ServiceArguments
 from starling.common.settings import NetworkSettings, ServiceSettings
@@ -70,7 +71,7 @@ def be_agent(folder: Path, port: int, serve: Serve = ignore, key: Path | None = 
         nodes=NodeArguments(1, 2, "127.0.0.1", port, 0),
     )
     settings = ServiceSettings(network=NetworkSettings(curve=key is not None, heartbeat_s=0.2, lease_s=3.0))
-    NodeAgent(settings, arguments, facts(1, folder), serve, limit=LIMIT).run(StopSignal())
+    NodeAgent(settings, arguments, facts(1, folder), serve, limit=LIMIT).run(StopSignal(), NotifySocket())
 
 
 def free_port() -> int:

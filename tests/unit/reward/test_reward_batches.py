@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scoring import PATIENCE_S, completions, scored, scorers_in, settings_of, task
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask, group_task
+from starling.common.wire.messages import Status
+from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 from starling.reward.score.pool.check import check_scorers
 from starling.reward.score.pool.forms import ScorerForms
 from starling.reward.score.pool.pool import ScoringPool
@@ -20,36 +21,15 @@ from starling.reward.score.workers.protocol import WorkerReady
 from starling.reward.settings import RewardSettings
 
 CLASSES = Path(__file__).with_name("batch_scorers.py")
-PATIENCE_S = 60.0
 
 
 def settings(*classes: str, scorer: dict[str, Any] | None = None, **others: Any) -> RewardSettings:
-    scorers = [{"name": f"{CLASSES}:{one}", "label": one, **(scorer or {})} for one in classes]
-    return RewardSettings.model_validate({"scorers": scorers, "num_workers": 1, **others})
-
-
-def completions(*texts: str) -> list[CompletionText]:
-    return [CompletionText(text=text, status=Status.OK, num_tokens=1) for text in texts]
-
-
-def task(*texts: str) -> ScoreTask:
-    return group_task("score:0:0", enumerate(completions(*texts)), PromptText("p", "r", {"k": 1}), (0,))
+    return settings_of(*scorers_in(CLASSES, *classes, **(scorer or {})), **others)
 
 
 def scores_of(one: ScoreTask, with_settings: RewardSettings) -> list[Score]:
     with ScoringPool(with_settings) as pool:
-        return collect(pool, one)
-
-
-def collect(pool: ScoringPool, one: ScoreTask) -> list[Score]:
-    pool.submit(one)
-    scores: list[Score] = []
-    while len(scores) < len(one.samples) * len(one.scorers):
-        new = pool.poll(PATIENCE_S)
-        assert new, f"only {len(scores)} scores came in {PATIENCE_S} s"
-        scores += new
-    assert pool.gauges()["queue_depth"] == 0
-    return sorted(scores, key=lambda score: score.completion)
+        return scored(pool, one)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +64,8 @@ def test_groupwise_scorer_gets_the_completions_of_each_prompt_together() -> None
 
 
 def test_batch_has_all_fields_of_its_completions() -> None:
-    assert [score.problem for score in scores_of(task("a", "b", "c"), settings("Fields"))] == [""] * 3
+    one = task("a", "b", "c", prompt=PromptText("p", "r", {"k": 1}))
+    assert [score.problem for score in scores_of(one, settings("Fields"))] == [""] * 3
 
 
 @pytest.mark.parametrize(
@@ -104,7 +85,7 @@ def test_batch_has_all_fields_of_its_completions() -> None:
 def test_one_bad_completion_leaves_the_others_of_its_batch_unharmed(
     acting: ScoringPool, text: str, problem: str
 ) -> None:
-    found = collect(acting, task("good", "good", text, "good"))
+    found = scored(acting, task("good", "good", text, "good"))
     assert [score.value for score in found] == [1.0, 1.0, None, 1.0]
     assert found[2].status is Status.REWARD_ERROR
     assert found[2].problem.startswith(f"scorer 'Acting' {problem}")
@@ -135,16 +116,16 @@ def test_completion_whose_worker_ended_is_tried_again(tmp_path: Path, retries: i
 
 def test_function_is_called_for_each_completion_of_a_batch() -> None:
     scorer = {"name": "exact_match", "label": "right", "batch_size": 4}
-    one = group_task("t", enumerate(completions("r", "s", "r", "r", "x")), PromptText("p", "r", {}), (0,))
-    with ScoringPool(RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1})) as pool:
-        assert [score.value for score in collect(pool, one)] == [1.0, 0.0, 1.0, 1.0, 0.0]
+    one = task("r", "s", "r", "r", "x", prompt=PromptText("p", "r", {}))
+    with ScoringPool(settings_of(scorer)) as pool:
+        assert [score.value for score in scored(pool, one)] == [1.0, 0.0, 1.0, 1.0, 0.0]
         assert pool.gauges()["workers_replaced"] == 0
 
 
 def test_quick_function_is_called_for_many_completions_at_a_time_and_one_that_hangs_alone_fails() -> None:
     act = {"name": f"{CLASSES.with_name('misbehaving.py')}:act", "retries": 0}
-    with ScoringPool(RewardSettings.model_validate({"scorers": [act], "num_workers": 1, "timeout_s": 2.0})) as pool:
-        collect(pool, task(*["good"] * 200))  # it turns out to be quick
+    with ScoringPool(settings_of(act, timeout_s=2.0)) as pool:
+        scored(pool, task(*["good"] * 200))  # it turns out to be quick
         pool.submit(one := task(*["good"] * 3, "hang", *["good"] * 3))
         scores, waits = list[Score](), set[str]()
         while len(scores) < len(one.samples):
@@ -201,18 +182,14 @@ def test_worker_of_one_kind_that_cannot_start_does_not_delay_those_of_another(tm
     """A judge whose second worker finds no memory must not keep crashed workers of other scorers from their start."""
     broken = {"name": f"{CLASSES}:Failing", "label": "broken", "needs": {"max_tasks": 100}}
     good = {"name": f"{CLASSES}:Acting", "label": "good", "retries": 0}
-    one = group_task("t", enumerate(completions("exit", "good", "good")), PromptText("p", "r", {}), (0,))
-    with ScoringPool(RewardSettings.model_validate({"scorers": [good, broken], "num_workers": 1})) as pool:
-        pool.submit(one)
-        scores: list[Score] = []
-        while len(scores) < 3:
-            scores += pool.poll(PATIENCE_S)
-        assert [score.value for score in sorted(scores, key=lambda score: score.completion)] == [None, 1.0, 1.0]
+    one = task("exit", "good", "good")
+    with ScoringPool(settings_of(good, broken)) as pool:
+        assert [score.value for score in scored(pool, one)] == [None, 1.0, 1.0]
 
 
 def test_tries_of_a_completion_that_always_ends_its_worker_are_limited() -> None:
     with ScoringPool(settings("Acting", scorer={"retries": 2})) as pool:
-        (score,) = collect(pool, task("exit"))
+        (score,) = scored(pool, task("exit"))
         assert (score.value, score.status) == (None, Status.REWARD_ERROR)
         assert pool.gauges()["workers_replaced"] == 3
 

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from code_judge import PATIENCE_S, Judge, pool_of
+from code_judge import PATIENCE_S, Judge, Judges, pool_of
 from sandbox_levels import ALL, STRONG
+from scoring import settings_of
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox import execution, launch, syscalls
@@ -22,32 +23,19 @@ from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import Status
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.registry import check_executor, resolve_scorer
-from starling.reward.settings import RewardSettings
 
 SEARCH = Path(__file__).parents[1] / "memory_search.py"
 
 
-JUDGES: dict[str, Judge] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def all_judges() -> Iterator[None]:
-    yield
-    for judge in JUDGES.values():
-        judge.pool.close()
-    JUDGES.clear()
+@pytest.fixture(scope="module")
+def judges() -> Iterator[Judges]:
+    with closing(Judges(timeout_s=2.0, partial=True)) as judges:
+        yield judges
 
 
 @pytest.fixture(params=ALL)
-def judge(request: pytest.FixtureRequest) -> Judge:
-    level = request.param
-    if problem := problem_of(level):
-        pytest.skip(f"this machine does not offer the level {level}: {problem}")
-    if level not in JUDGES:
-        scorer = {"name": "code", "options": {"timeout_s": 2.0, "partial": True}, "timeout_s": 120.0}
-        settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "sandbox": level})
-        JUDGES[level] = Judge(ScoringPool(settings))
-    return JUDGES[level]
+def judge(request: pytest.FixtureRequest, judges: Judges) -> Judge:
+    return judges.of(request.param)
 
 
 @pytest.mark.sample(1)
@@ -82,7 +70,7 @@ def test_hostile_program_harms_nothing(judge: Judge) -> None:
     devours = "x = bytearray(8 << 30)"
     garbage = "import os\nfor fd in range(3, 99):\n    try: os.write(fd, b'\\xff' * 100)\n    except OSError: pass"
     programs = [daemon, floods, devours, garbage, "def f(:"]
-    if judge is not JUDGES.get("process") and judge is not JUDGES.get("landlock"):
+    if judge.level not in ("process", "landlock"):
         programs.append(kills)  # without namespaces it may reach its own sandbox
     before = judge.pool.worker_pids()
     scores = judge.score(*programs, tests=[{"input": "", "output": "started"}])
@@ -105,7 +93,7 @@ def has_process(marker: str) -> bool:
 
 def test_program_knows_nothing_of_its_judge(judge: Judge) -> None:
     """Neither the expected output, nor the environment, nor the network, nor a file of the machine."""
-    if judge is JUDGES.get("process"):
+    if judge.level == "process":
         pytest.skip("the level `process` hides nothing")
     look = """
         import gc, os, socket
@@ -232,11 +220,7 @@ HONEST = {
 @pytest.mark.parametrize("level", STRONG)
 def test_program_that_takes_all_processors_fails_no_other(level: Mechanism, honest: str) -> None:
     """A completion could otherwise lower the rewards of all that are scored at the same time."""
-    if problem := problem_of(level):
-        pytest.skip(f"this machine does not offer the level {level}: {problem}")
-    scorer = {"name": "code", "timeout_s": 200.0, "options": {"timeout_s": 1.0}}
-    settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 2, "sandbox": level})
-    with ScoringPool(settings) as pool:
+    with pool_of(level, num_workers=2, timeout_s=1.0) as pool:
         judge, tests = Judge(pool), [{"input": "", "output": "done"}]
         judge.values(BUSY, BUSY, tests=tests)  # both workers have started
         assert judge.values(BURNER, honest, tests=tests) == [0.0, 1.0]
@@ -575,7 +559,6 @@ def test_program_finds_no_temporary_file_of_its_scorer(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.py").write_text(NOTES)
     scorer = {"name": "notes.py:find_notes", "timeout_s": 200.0}
-    settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "sandbox": level})
-    with ScoringPool(settings) as pool:
+    with ScoringPool(settings_of(scorer, sandbox=level)) as pool:
         program = "import glob\nprint(len(glob.glob('/tmp/expected-*')))"
         assert Judge(pool).values(program) == [0.0]

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from code_judge import Judge, pool_of
+from code_judge import Judge, Judges, pool_of
 from sandbox_levels import STRONG
 
 from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import Status
 
 SEARCH = Path(__file__).parents[1] / "memory_search.py"
-JUDGES: dict[str, Judge] = {}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def all_judges() -> Iterator[None]:
-    yield
-    for judge in JUDGES.values():
-        judge.pool.close()
-    JUDGES.clear()
+@pytest.fixture(scope="module")
+def judges() -> Iterator[Judges]:
+    with closing(Judges(timeout_s=2.0, partial=True, tolerance=1e-6)) as judges:
+        yield judges
 
 
 @pytest.fixture(params=STRONG)
-def judge(request: pytest.FixtureRequest) -> Judge:
-    level: Mechanism = request.param
-    if problem := problem_of(level):
-        pytest.skip(f"this machine does not offer the level {level}: {problem}")
-    if level not in JUDGES:
-        JUDGES[level] = Judge(pool_of(level, timeout_s=2.0, partial=True, tolerance=1e-6))
-    return JUDGES[level]
+def judge(request: pytest.FixtureRequest, judges: Judges) -> Judge:
+    return judges.of(request.param)
 
 
 def cpp(body: str) -> str:
@@ -252,7 +245,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_program_passes_no_test(judge: Judge, program: str) -> None:
-    if judge is JUDGES.get("landlock") and program == HOSTILE["kills all"]:
+    if judge.level == "landlock" and program == HOSTILE["kills all"]:
         pytest.skip("without namespaces it may reach its own sandbox")
     row = {"test_list": ["assert secret() == 987654321", "assert not secret() != 987654321"]}
     (score,) = judge.score(program, **row)

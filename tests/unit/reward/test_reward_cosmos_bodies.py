@@ -332,6 +332,13 @@ def test_scores_of_tables_are_nested() -> None:
     assert document["scores"] == {"gen_eval_score": [1.0], "gen_eval_group": {"colors": [-10.0], "two": [0.5]}}
 
 
+@pytest.mark.parametrize("keys", [("colours", "colours/red"), ("colours/red", "colours")])
+def test_score_that_is_named_as_a_table_is_beside_those_of_the_table(keys: tuple[str, ...]) -> None:
+    scores = {"g": (1.0,), **{f"g/{key}": (0.5,) for key in keys}}
+    document = msgspec.json.decode(render(finished(scores), "gen_eval", "g", {}))
+    assert document["scores"] == {key: [0.5] for key in keys}
+
+
 def test_type_that_failed_for_every_sample_has_no_scores() -> None:
     failures = {"judge": ("it fell.", "it fell.")}
     document = msgspec.json.decode(render(finished({"judge": (None, None)}, failures=failures), "ocr", "judge", {}))

@@ -168,6 +168,23 @@ def test_what_is_not_supported_is_refused_by_name(tree: dict[str, Any], problem:
     assert str(caught.value).endswith("(in rewards.toml, which is a configuration of Cosmos-RL)")
 
 
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        (reward(endpoint_api_kye="sk-1"), "unknown setting reward_args.0.endpoint_api_kye; did you mean"),
+        (reward(endpoint_apikey="sk-1"), "unknown setting reward_args.0.endpoint_apikey; did you mean"),
+        (reward(endpoint_api_key=["sk-1"]), "reward_args.0.endpoint_api_key must be of type text"),
+        ({**reward(), "token": "sk-1"}, "unknown setting token; "),
+        ({"reward_args": {"endpoint_api_key": "sk-1"}}, r"reward_args = \{...\} must be of type list"),
+        ({**reward(), "decode_args": [{"a": "sk-1"}]}, r"decode_args = \[...\] must be of type table"),
+    ],
+)
+def test_secret_is_in_no_error(tree: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        translate(tree, "rewards.toml")
+    assert "sk-1" not in str(caught.value)
+
+
 def test_command_says_which_package_a_reward_type_needs(tmp_path: Path) -> None:
     file = tmp_path / "rewards.toml"
     file.write_text(WHOLE.format(scorer="hpsv3"))

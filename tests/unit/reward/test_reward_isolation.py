@@ -12,19 +12,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from scoring import PATIENCE_S, scored, settings_of, task
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox.interpreter import find_interpreter
-from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.samples import PromptText, Score, ScoreTask, group_task
+from starling.common.wire.messages import Status
+from starling.reward.core.samples import PromptText
 from starling.reward.score.pool.check import check_scorers
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.workers.bootstrap import version_of
 from starling.reward.score.workers.devices import device_variables
 from starling.reward.score.workers.kinds import kinds_of
-from starling.reward.settings import RewardSettings
 
-PATIENCE_S = 60.0
+PROMPT = PromptText("p", "r", {})
 SCORERS = """
 import os
 import sys
@@ -91,24 +91,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings(*scorers: dict[str, Any], **others: Any) -> RewardSettings:
-    return RewardSettings.model_validate({"scorers": scorers, "num_workers": 1, **others})
-
-
-def task(*texts: str, scorers: tuple[int, ...] = (0,)) -> ScoreTask:
-    completions = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in texts)
-    return group_task("t", enumerate(completions), PromptText("p", "r", {}), scorers)
-
-
-def collect(pool: ScoringPool, one: ScoreTask) -> list[Score]:
-    pool.submit(one)
-    scores, end = list[Score](), time.monotonic() + PATIENCE_S
-    while len(scores) < len(one.samples) * len(one.scorers):
-        scores += pool.poll(1.0)
-        assert time.monotonic() < end, scores
-    return sorted(scores, key=lambda score: (score.scorer, score.completion))
-
-
 # --- kinds ----------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +109,7 @@ def test_scorers_that_need_the_same_share_workers_and_the_others_have_their_own(
         {"use": "evaluation"},
     ]
     scorers = [{"name": "exact_match", "label": str(number), **one} for number, one in enumerate(fields)]
-    kinds = kinds_of(settings(*scorers, num_workers=3))
+    kinds = kinds_of(settings_of(*scorers, num_workers=3))
     found = [(tuple(spec.index for spec in kind.scorers), kind.num_workers) for kind in kinds]
     assert found == [((0, 3), 3), ((1, 5), 3), ((2,), 3), ((4,), 2), ((6,), 2), ((7,), 3), ((8,), 3), ((9, 10), 3)]
     assert [kind.memory_mb for kind in kinds] == [0, 512, 0, 0, 0, 0, 0, 0]
@@ -145,7 +127,7 @@ def test_scorers_that_need_the_same_share_workers_and_the_others_have_their_own(
 )
 def test_invalid_isolation_is_refused(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        settings({"name": "exact_match", **fields})
+        settings_of({"name": "exact_match", **fields})
 
 
 # --- Python environments --------------------------------------------------------------------------------------------
@@ -166,10 +148,10 @@ def add_msgspec(packages: Path) -> None:
 def test_scorer_runs_in_its_own_environment_which_has_only_msgspec(folder: Path) -> None:
     python = environment(folder, add_msgspec)
     scorer = {"name": f"{folder}/scorers.py:environment", "python": str(python), "retries": 0}
-    chosen = settings(scorer, {"name": "exact_match"})
+    chosen = settings_of(scorer, {"name": "exact_match"})
     check_scorers(chosen)
     with ScoringPool(chosen) as pool:
-        own, shared = collect(pool, task(str(folder / "venv"), scorers=(0, 1)))
+        own, shared = scored(pool, task(str(folder / "venv"), scorers=(0, 1)))
     assert own.value == 1.0, own.problem
     assert shared.value == 0.0
 
@@ -183,12 +165,12 @@ def test_plug_in_of_another_environment_is_found_there(folder: Path) -> None:
         (packages / "judges-1.dist-info" / "entry_points.txt").write_text("[starling.scorers]\nj = judges:judge\n")
 
     python = environment(folder, prepare)
-    with ScoringPool(settings({"name": "j", "python": str(python)})) as pool:
-        assert collect(pool, task("a"))[0].value == 2.0
+    with ScoringPool(settings_of({"name": "j", "python": str(python)})) as pool:
+        assert scored(pool, task("a"))[0].value == 2.0
     with pytest.raises(ConfigError, match="no scorer 'k'"):
-        check_scorers(settings({"name": "k", "python": str(python)}))
+        check_scorers(settings_of({"name": "k", "python": str(python)}))
     with pytest.raises(ValueError, match="no scorer 'j'"):
-        settings({"name": "j"})
+        settings_of({"name": "j"})
 
 
 def test_nothing_of_an_environment_runs_before_its_worker_is_confined(folder: Path) -> None:
@@ -203,8 +185,8 @@ def test_nothing_of_an_environment_runs_before_its_worker_is_confined(folder: Pa
         (packages / "asks.py").write_text("import early\ndef f(c, r, p, m): return float(early.result)\n")
 
     python = environment(folder, prepare)
-    with ScoringPool(settings({"name": "asks:f", "python": str(python)})) as pool:
-        (score,) = collect(pool, task("a"))
+    with ScoringPool(settings_of({"name": "asks:f", "python": str(python)})) as pool:
+        (score,) = scored(pool, task("a"))
     assert score.value == -1.0, "it could make a user namespace"
 
 
@@ -223,7 +205,7 @@ def test_environment_that_lacks_msgspec_is_named_in_one_sentence(
 ) -> None:
     python = environment(folder, prepare)
     with pytest.raises(ConfigError, match=problem) as raised:
-        check_scorers(settings({"name": "exact_match", "python": str(python)}))
+        check_scorers(settings_of({"name": "exact_match", "python": str(python)}))
     assert str(python) in str(raised.value)
 
 
@@ -257,8 +239,8 @@ def test_version_of_a_package(text: str, version: tuple[int, int]) -> None:
 
 
 def test_scorer_of_the_cpu_sees_no_gpu(folder: Path) -> None:
-    with ScoringPool(settings({"name": f"{folder}/scorers.py:devices", "device": "cpu"})) as pool:
-        assert collect(pool, task(""))[0].value == 1.0
+    with ScoringPool(settings_of({"name": f"{folder}/scorers.py:devices", "device": "cpu"})) as pool:
+        assert scored(pool, task(""))[0].value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -270,7 +252,7 @@ def test_number_of_a_gpu_counts_those_that_the_service_sees(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    (kind,) = kinds_of(settings({"name": "exact_match", "device": "cuda:1"}))
+    (kind,) = kinds_of(settings_of({"name": "exact_match", "device": "cuda:1"}))
     assert kind.needs.devices == ("gpu",)
     shown = kind.needs.model_copy(update={"devices": ("/dev/null",)})  # a machine without a GPU has it, too
     if chosen is ConfigError:
@@ -289,8 +271,8 @@ def test_number_of_a_gpu_counts_those_that_the_service_sees(
 @pytest.mark.parametrize("what", ["private", "file", "shared"])
 def test_scorer_that_takes_more_memory_than_its_limit_is_ended(folder: Path, what: str) -> None:
     scorer = {"name": f"{folder}/scorers.py:grows", "label": "grows", "memory_mb": 256, "retries": 0}
-    with ScoringPool(settings(scorer, timeout_s=PATIENCE_S)) as pool:
-        (score,) = collect(pool, task(what))
+    with ScoringPool(settings_of(scorer, timeout_s=PATIENCE_S)) as pool:
+        (score,) = scored(pool, task(what))
         assert (score.status, score.problem) == (Status.REWARD_ERROR, "scorer 'grows' exceeded its limit of 256 MiB.")
         assert pool.gauges()["workers_replaced"] == 1
 
@@ -298,7 +280,7 @@ def test_scorer_that_takes_more_memory_than_its_limit_is_ended(folder: Path, wha
 def test_import_that_takes_more_memory_than_the_limit_fails_the_start(folder: Path) -> None:
     (folder / "large.py").write_text("kept = bytearray(1 << 30)\ndef f(c, r, p, m): return 1.0\n")
     with pytest.raises(ConfigError, match=r"MemoryError|exceeded the limit of 256 MiB: raise memory_mb"):
-        check_scorers(settings({"name": f"{folder}/large.py:f", "memory_mb": 256}))
+        check_scorers(settings_of({"name": f"{folder}/large.py:f", "memory_mb": 256}))
 
 
 # --- liars, and groups ----------------------------------------------------------------------------------------------
@@ -312,40 +294,40 @@ def test_liar_that_shares_workers_is_separated_and_quarantined(folder: Path, for
     (folder / "liar.py").write_text(LIAR.format(forms=forms))
     liar = {"name": f"{folder}/liar.py:score", "label": "liar"}
     honest = {"name": "exact_match", "label": "honest"}
-    chosen = settings(liar, honest)
+    chosen = settings_of(liar, honest)
     check_scorers(chosen)
     with ScoringPool(chosen) as pool:
-        lied, *scores = collect(pool, task("r", scorers=(0, 1)))
+        lied, *scores = scored(pool, task("r", prompt=PROMPT, scorers=(0, 1)))
         assert (lied.value, lied.status) == (None, Status.REWARD_ERROR)
         assert "'liar' is quarantined, since no worker of it can be started: sent a message" in lied.problem
         assert [score.value for score in scores] == [1.0]
         assert pool.quarantined().keys() == {"liar"}
         assert pool.is_ready
         assert pool.gauges()["scorers_quarantined"] == 1.0
-        again = collect(pool, task("r", "s", scorers=(0, 1)))
-        assert [score.value for score in again] == [None, None, 1.0, 0.0]
+        again = scored(pool, task("r", "s", prompt=PROMPT, scorers=(0, 1)))
+        assert [score.value for score in again] == [None, 1.0, None, 0.0]
 
 
 def test_scorer_that_can_be_started_again_is_restored(folder: Path) -> None:
     file = folder / "comes.py"
     file.write_text("def f(c, r, p, m): return 1.0\n")
-    chosen = settings({"name": f"{file}:f", "num_workers": 1}, {"name": "exact_match"})
+    chosen = settings_of({"name": f"{file}:f", "num_workers": 1}, {"name": "exact_match"})
     check_scorers(chosen)
     file.write_text("raise OSError('not yet')\n")
     with ScoringPool(chosen) as pool:
-        assert collect(pool, task("r"))[0].problem.startswith(f"scorer '{file}:f' is quarantined")
+        assert scored(pool, task("r", prompt=PROMPT))[0].problem.startswith(f"scorer '{file}:f' is quarantined")
         file.write_text("def f(c, r, p, m): return 1.0\n")
         end = time.monotonic() + PATIENCE_S
         while pool.quarantined():
             pool.poll(0.5)
             assert time.monotonic() < end
-        assert collect(pool, task("r"))[0].value == 1.0
+        assert scored(pool, task("r", prompt=PROMPT))[0].value == 1.0
 
 
 def test_group_that_a_comparing_scorer_gives_up_on_is_lost_together(folder: Path) -> None:
     scorer = {"name": f"{folder}/scorers.py:Group", "retries": 1}
-    with ScoringPool(settings(scorer)) as pool:
-        scores = collect(pool, task("a", "exit", "b"))
+    with ScoringPool(settings_of(scorer)) as pool:
+        scores = scored(pool, task("a", "exit", "b"))
         (lost,) = pool.take_lost()
     assert {score.status for score in scores} == {Status.REWARD_ERROR}
     assert [one.text for one in lost.completions] == ["a", "exit", "b"]
@@ -357,6 +339,6 @@ def test_workers_that_are_replaced_again_and_again_get_a_lower_priority(folder: 
         "    return os._exit(3) if completion == 'exit' else float(os.nice(0))\n"
     )
     own = os.nice(0)
-    with ScoringPool(settings({"name": f"{folder}/ends.py:f", "retries": 0})) as pool:
-        found = collect(pool, task("a", "exit", "exit", "b", "exit", "c"))
+    with ScoringPool(settings_of({"name": f"{folder}/ends.py:f", "retries": 0})) as pool:
+        found = scored(pool, task("a", "exit", "exit", "b", "exit", "c"))
     assert [score.value for score in found] == [own, None, None, own, None, min(19, own + 10)]

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from judge_server import JudgeServer, Reply, judge_server, shown
+from scoring import batch_of, scored, settings_of, task
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.samples import PromptText, Score, group_task
+from starling.common.wire.messages import Status
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import Batch
+from starling.reward.score.scorers.judge.answers import AnswerError, Questions, _objects
 from starling.reward.score.scorers.judge.client import JudgeError
 from starling.reward.score.scorers.judge.ranking import bradley_terry, win_rates
 from starling.reward.score.scorers.judge.scorer import Judge
@@ -35,10 +36,7 @@ RUBRIC = "Judge the length."
 
 def batch(*completions: str, prompt: str = "Say it.", reference: str = "") -> Batch:
     num = len(completions)
-    return Batch(
-        completions=completions, references=(reference,) * num, prompts=(prompt,) * num, metadata=({},) * num,
-        num_tokens=(0,) * num, statuses=("ok",) * num, rewards=(None,) * num,
-    )  # fmt: skip
+    return batch_of(num, completions=completions, references=(reference,) * num, prompts=(prompt,) * num)
 
 
 def made(server: JudgeServer, **options: Any) -> Judge:
@@ -198,6 +196,66 @@ def test_score_within_what_a_judge_quotes_is_not_its_own() -> None:
     for said in (quoted, f"The response was {{hm}}. {quoted} Done.", f'First {{"score": 10}}, at last {quoted}'):
         with judge_server(lambda body, number, said=said: Reply(said)) as server:
             assert made(server, answer="json").score(batch("x")) == {"score": [0.2]}
+
+
+SIZE = 1 << 18
+BRACES = {
+    "nested": '{"a":' * (SIZE // 5),
+    "lists": '{"a":[' * (SIZE // 6),
+    "closed": '{"a":' * 40 + "1" + "}" * 40,
+    "strings": '{"{":' * (SIZE // 5),
+    "begun": '{"a":[' * 20 + "{}," * (SIZE // 3),
+    "long": ('{"' + "a" * SIZE + '":') * 30,
+    "many": "{} " * (SIZE // 2),
+}
+
+
+@pytest.mark.parametrize("text", BRACES.values(), ids=BRACES)
+def test_answer_of_braces_is_refused_after_bounded_work(text: str) -> None:
+    questions = Questions("", "json", None, ("score",), 0.0, 10.0, pairwise=False)
+    with pytest.raises(AnswerError, match=r"too many braces|nested more than 32 deep"):
+        questions.read(text + ' {"score": 7}')
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{ "score" : 7 }', 0.7),
+        ('The set {x in [0, 1), [1, 2), {y}} and \\frac{1}{2}: {"score": 7}', 0.7),
+        ('He said "no {" and {"score": 7}', 0.7),
+        ('{"why": "a } and a \\" {", "score": 7} done', 0.7),
+        ('{"score": [} {"score": 7}', 0.7),
+        ('{"score": 3} {"why": "it', 0.3),
+        ('{"score": 3}{"score": 4}', 0.4),
+        ('{"a": {"b": [{"c": {}}]}, "score": 7}', 0.7),
+        ('{"score": 1, } {"score": 7} {', 0.7),
+        ("{" * 100 + '{"score": 7}', 0.7),
+    ],
+)
+def test_answer_is_found_among_braces(text: str, score: float) -> None:
+    assert Questions("", "json", None, ("score",), 0.0, 10.0, pairwise=False).read(text) == (score,)
+
+
+def objects_of_json(text: str) -> list[dict[str, Any]]:
+    """Return the objects that a reader of JSON finds, from each brace outside of one on; the last one first."""
+    found, place = [], 0
+    while (place := text.find("{", place)) >= 0:
+        try:
+            value, place = json.JSONDecoder().raw_decode(text, place)
+            found.append(value)
+        except ValueError:
+            place += 1
+    return found[::-1]
+
+
+@given(st.text('{}[]":, \\a1', max_size=60))
+def test_answer_among_any_braces_is_what_a_reader_of_json_finds(text: str) -> None:
+    assert [*_objects(text)] == objects_of_json(text)
+
+
+def test_score_of_hundreds_of_digits_is_outside_of_the_range() -> None:
+    with pytest.raises(AnswerError, match="a score is outside of 0 to 10"):
+        Questions("", "json", None, ("score",), 0.0, 10.0, pairwise=False).read('{"score": %s}' % ("9" * 400))
 
 
 def test_answer_without_end_is_refused() -> None:
@@ -407,17 +465,6 @@ def test_network_and_key_must_be_declared(needs: dict[str, Any]) -> None:
         RewardSettings.model_validate({"scorers": [{"name": "judge", "options": options, "needs": needs}]})
 
 
-def scores_of(pool: ScoringPool, *texts: str) -> list[Score]:
-    completions = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in texts)
-    pool.submit(group_task(f"score:{texts}", enumerate(completions), PromptText("Say it.", "", {}), (0,)))
-    scores: list[Score] = []
-    while len(scores) < len(texts):
-        new = pool.poll(120.0)
-        assert new, "no score came"
-        scores += new
-    return sorted(scores, key=lambda score: score.completion)
-
-
 def test_worker_asks_with_its_key_and_answers_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
 
@@ -428,10 +475,10 @@ def test_worker_asks_with_its_key_and_answers_within_its_limit(monkeypatch: pyte
         options = {"base_url": server.url, "model": "m", "rubric": "r", "api_key_variable": "JUDGE_KEY"}
         needs = {"network": True, "variables": ["JUDGE_KEY"]}
         scorer = {"name": "judge", "options": options, "needs": needs, "timeout_s": 5.0}
-        with ScoringPool(RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1})) as pool:
-            assert [score.value for score in scores_of(pool, "ab", "abcd")] == [0.2, 0.4]
+        with ScoringPool(settings_of(scorer)) as pool:
+            assert [score.value for score in scored(pool, task("ab", "abcd"), 120.0)] == [0.2, 0.4]
             assert set(server.keys) == {f"Bearer {KEY}"}
             pids = pool.worker_pids()
-            hanging, right = scores_of(pool, "hang", "abc")
+            hanging, right = scored(pool, task("hang", "abc"), 120.0)
             assert (hanging.value, hanging.status, right.value) == (None, Status.REWARD_ERROR, 0.3), hanging
             assert pool.worker_pids() == pids, "the judge's worker was killed"

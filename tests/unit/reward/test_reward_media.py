@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from sandbox_levels import ALL
+from scoring import PATIENCE_S, collect, completions, scored, scorers_in, settings_of
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import Mechanism, problem_of
-from starling.common.wire.messages import CompletionText, Status
+from starling.common.wire.messages import Status
 from starling.reward.core.media import MediaForm, MediaKind, MediaRow, MediaTensor, form_problem
-from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
+from starling.reward.core.samples import PromptText, Sample, ScoreTask
 from starling.reward.score.pool.check import check_scorers
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.registry import load_scorer
@@ -27,13 +28,11 @@ from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersErro
 from starling.reward.settings import RewardSettings
 
 CLASSES = Path(__file__).with_name("media_scorers.py")
-PATIENCE_S = 60.0
 BFLOAT16 = "bfloat16"
 
 
 def settings(*classes: str, scorer: dict[str, Any] | None = None, **others: Any) -> RewardSettings:
-    scorers = [{"name": f"{CLASSES}:{one}", "label": one, **(scorer or {})} for one in classes]
-    return RewardSettings.model_validate({"scorers": scorers, "num_workers": 1, "timeout_s": PATIENCE_S, **others})
+    return settings_of(*scorers_in(CLASSES, *classes, **(scorer or {})), **{"timeout_s": PATIENCE_S, **others})
 
 
 def pixels_settings(**others: Any) -> RewardSettings:
@@ -66,25 +65,10 @@ def task(
     rows = rows or [MediaRow(index) for index in range(len(texts))]
     groups = groups or [0] * len(texts)
     samples = tuple(
-        Sample(index, groups[index], CompletionText(text=text, status=Status.OK, num_tokens=1), rows[index])
-        for index, text in enumerate(texts)
+        Sample(index, groups[index], completion, rows[index]) for index, completion in enumerate(completions(*texts))
     )
     prompts = tuple(PromptText(f"{prompt}{number}", "r", {}) for number in range(max(groups) + 1))
     return ScoreTask(id, prompts, samples, tuple(range(num_scorers)), media)
-
-
-def collect(pool: ScoringPool, num: int) -> list[Score]:
-    scores: list[Score] = []
-    while len(scores) < num:
-        new = pool.poll(PATIENCE_S)
-        assert new, f"only {len(scores)} scores came in {PATIENCE_S} s"
-        scores += new
-    return sorted(scores, key=lambda score: (score.task, score.completion, score.scorer))
-
-
-def scored(pool: ScoringPool, one: ScoreTask) -> list[Score]:
-    pool.submit(one)
-    return collect(pool, len(one.samples) * len(one.scorers))
 
 
 def open_descriptors() -> int:

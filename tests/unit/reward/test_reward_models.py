@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scoring import batch_of
 
 from starling.common.errors import ConfigError
 from starling.reward.score.scorers import reward_models
@@ -63,9 +64,7 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batch(prompts: list[str], pixels: list[Any]) -> Batch:
     num = len(prompts)
-    empty: dict[str, Any] = {"completions": ("",) * num, "references": ("",) * num, "metadata": ({},) * num}
-    more: dict[str, Any] = {"num_tokens": (0,) * num, "statuses": ("ok",) * num, "rewards": (None,) * num}
-    return Batch(prompts=tuple(prompts), pixels=tuple(pixels), fps=(16.0,) * num, **empty, **more)
+    return batch_of(num, prompts=tuple(prompts), pixels=tuple(pixels), fps=(16.0,) * num)
 
 
 def test_pickscore_is_the_scaled_similarity_of_prompt_and_image(clip_folder: Path) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from sandbox_levels import ALL, STRONG
+from scoring import scored, settings_of, task
 
 from starling.common.sandbox.launch import Mechanism, problem_of
-from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.samples import PromptText, Score, group_task
+from starling.common.wire.messages import Status
+from starling.reward.core.samples import Score
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
-PATIENCE_S = 60.0
 SCORERS = """
 import os
 import socket
@@ -74,11 +74,8 @@ def server() -> Iterator[socket.socket]:
 
 def score(file: Path, level: Mechanism, name: str, text: str, needs: dict[str, Any]) -> Score:
     scorer = {"name": f"{file}:{name}", "label": name, "needs": needs}
-    settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "sandbox": level})
-    completion = CompletionText(text=text, status=Status.OK, num_tokens=1)
-    with ScoringPool(settings) as pool:
-        pool.submit(group_task("score:0", ((0, completion),), PromptText("", "", {}), (0,)))
-        (one,) = pool.poll(PATIENCE_S)
+    with ScoringPool(settings_of(scorer, sandbox=level)) as pool:
+        (one,) = scored(pool, task(text))
     return one
 
 

@@ -19,36 +19,20 @@ import psutil
 import pytest
 import zmq
 from sandbox_levels import ALL
+from scoring import NO_PROMPT, PATIENCE_S, collect, scored, scorers_in, settings_of, task
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.samples import PromptText, Score, ScoreTask, group_task
+from starling.reward.core.samples import PromptText, group_task
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 MISBEHAVING = Path(__file__).with_name("misbehaving.py")
-PATIENCE_S = 60.0
 
 
 def settings(*functions: str, **others: Any) -> RewardSettings:
-    scorers = [{"name": f"{MISBEHAVING}:{function}", "label": function, "retries": 0} for function in functions]
-    return RewardSettings.model_validate({"scorers": scorers, "num_workers": 1, **others})
-
-
-def task(*texts: str, id: str = "score:0:0", num_scorers: int = 1, **others: Any) -> ScoreTask:
-    fields: dict[str, Any] = {"reference": "", "text": "", "metadata": {}, **others}
-    completions = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in texts)
-    return group_task(id, enumerate(completions), PromptText(**fields), tuple(range(num_scorers)))
-
-
-def collect(pool: ScoringPool, count: int) -> list[Score]:
-    scores: list[Score] = []
-    while len(scores) < count:
-        new = pool.poll(PATIENCE_S)
-        assert new, f"{len(scores)} of {count} scores came in {PATIENCE_S} s"
-        scores += new
-    return sorted(scores, key=lambda score: (score.task, score.completion, score.scorer))
+    return settings_of(*scorers_in(MISBEHAVING, *functions, retries=0), **others)
 
 
 def has_ended(pid: int) -> bool:
@@ -97,8 +81,7 @@ def pool() -> Iterator[ScoringPool]:
     ],
 )
 def test_failure_is_a_status_of_one_completion(pool: ScoringPool, text: str, problem: str) -> None:
-    pool.submit(task("good", text, "good"))
-    first, failed, last = collect(pool, 3)
+    first, failed, last = scored(pool, task("good", text, "good"))
     assert (first.value, first.status, first.problem) == (1.0, Status.OK, "")
     assert (last.value, last.status, last.problem) == (1.0, Status.OK, "")
     assert (failed.value, failed.status) == (None, Status.REWARD_ERROR)
@@ -112,15 +95,13 @@ def test_any_number_is_a_score_and_printing_is_harmless(pool: ScoringPool, text:
 
 
 def test_long_problem_is_shortened(pool: ScoringPool) -> None:
-    pool.submit(task("raise-long"))
-    (score,) = collect(pool, 1)
+    (score,) = scored(pool, task("raise-long"))
     assert "xxx... (" in score.problem
     assert len(score.problem) < 400
 
 
 def test_forked_child_cannot_report_for_worker(pool: ScoringPool) -> None:
-    pool.submit(task("fork", *["good"] * 20))
-    scores = collect(pool, 21)
+    scores = scored(pool, task("fork", *["good"] * 20))
     assert scores[0].value in (1.0, 7.0)
     assert all(score.value in (1.0, None) for score in scores[1:])
 
@@ -138,8 +119,7 @@ def test_forked_child_cannot_report_for_worker(pool: ScoringPool) -> None:
 def test_report_in_name_of_worker_cannot_stop_the_service(what: str, first: Status) -> None:
     """A time that is no number would be the begin of the worker's next call, which then has no limit."""
     with ScoringPool(settings("act", timeout_s=2)) as pool:
-        pool.submit(task(f"forge {what}", "hang"))
-        forged, hanging = collect(pool, 2)
+        forged, hanging = scored(pool, task(f"forge {what}", "hang"))
     assert forged.status is first
     assert forged.value is None or math.isfinite(forged.value)
     assert len(forged.problem) < 3000
@@ -149,8 +129,7 @@ def test_report_in_name_of_worker_cannot_stop_the_service(what: str, first: Stat
 def test_failed_start_reported_after_the_start_costs_one_call() -> None:
     """The service would otherwise forget the calls that the worker has, and answer their groups never."""
     with ScoringPool(settings("act", timeout_s=30)) as pool:
-        pool.submit(task("good", "fail-start", "good"))
-        first, failed, last = collect(pool, 3)
+        first, failed, last = scored(pool, task("good", "fail-start", "good"))
     assert (first.value, last.value) == (1.0, 1.0)
     assert failed.status is Status.REWARD_ERROR
     assert failed.problem.endswith("sent a message in its worker's name.")
@@ -158,8 +137,7 @@ def test_failed_start_reported_after_the_start_costs_one_call() -> None:
 
 def test_reports_without_end_cannot_stop_the_service(pool: ScoringPool) -> None:
     """A service that reads them until none is left would read for ever."""
-    pool.submit(task("good"))
-    collect(pool, 1)
+    scored(pool, task("good"))
     pool.submit(task("flood", id="score:1:0"))
     time.sleep(0.5)  # so that the worker is ahead
     [score] = collect(pool, 1)
@@ -173,8 +151,7 @@ def test_reports_without_end_cannot_stop_the_service(pool: ScoringPool) -> None:
 def test_hanging_scorer_is_killed_at_its_limit(text: str) -> None:
     with ScoringPool(settings("act", timeout_s=0.3)) as pool:
         before = pool.worker_pids()
-        pool.submit(task("good", text, "good"))
-        scores = collect(pool, 3)
+        scores = scored(pool, task("good", text, "good"))
         assert [score.value for score in scores] == [1.0, None, 1.0]
         assert scores[1].status is Status.REWARD_TIMEOUT
         assert scores[1].problem == "scorer 'act' took longer than 0.3 s."
@@ -219,8 +196,7 @@ def test_each_scorer_has_its_own_limit_and_loses_only_its_own_score() -> None:
         {"name": f"{MISBEHAVING}:act", "label": "act", "timeout_s": 0.2},
     ]
     with ScoringPool(RewardSettings.model_validate({"scorers": scorers, "timeout_s": 60})) as pool:
-        pool.submit(task("good", "hang", num_scorers=2))
-        scores = collect(pool, 4)
+        scores = scored(pool, task("good", "hang", scorers=(0, 1)))
     assert [score.value for score in scores] == [4.0, 1.0, 4.0, None]
     assert "took longer than 0.2 s" in scores[3].problem
 
@@ -228,9 +204,8 @@ def test_each_scorer_has_its_own_limit_and_loses_only_its_own_score() -> None:
 def test_scorers_receive_everything_and_their_options() -> None:
     scorers = [{"name": f"{MISBEHAVING}:everything", "options": {"bonus": 0.5}}]
     with ScoringPool(RewardSettings.model_validate({"scorers": scorers})) as pool:
-        metadata = {"deep": {"list": [1, 2.5, None]}}
-        pool.submit(task("c", reference="r", text="p", metadata=metadata))
-        (score,) = collect(pool, 1)
+        prompt = PromptText("p", "r", {"deep": {"list": [1, 2.5, None]}})
+        (score,) = scored(pool, task("c", prompt=prompt))
     assert score.value == 1.5, score.problem
 
 
@@ -245,7 +220,7 @@ def test_scorers_get_completion_fields_they_take() -> None:
         for status, count in ((Status.OK, 4), (Status.OK, 6), (Status.TRUNCATED, 8))
     )
     with ScoringPool(RewardSettings.model_validate({"scorers": scorers})) as pool:
-        pool.submit(group_task("score:0:0", enumerate(completions), PromptText("", "", {}), (0, 1)))
+        pool.submit(group_task("score:0:0", enumerate(completions), NO_PROMPT, (0, 1)))
         scores = collect(pool, 6)
     assert [score.value for score in scores] == [2.0, 0.0, 3.0, -0.5, -4.0, -1.0], scores
 
@@ -257,7 +232,7 @@ def test_many_tasks_and_long_texts_all_arrive_once() -> None:
             texts = ["y" * (number * 37 + i) for i in range(number % 9)]
             if number == 30:
                 texts += ["z" * 3_000_000, "z" * 2_000_000]  # more than a socket takes at once
-            pool.submit(task(*texts, id=f"score:{number}:0", num_scorers=2))
+            pool.submit(task(*texts, id=f"score:{number}:0", scorers=(0, 1)))
             expected |= {(f"score:{number}:0", i, 0): float(len(text)) for i, text in enumerate(texts)}
             expected |= {(f"score:{number}:0", i, 1): 1.0 for i in range(len(texts))}
         scores = collect(pool, len(expected))
@@ -271,8 +246,7 @@ def test_cancelled_task_returns_no_scores_and_frees_its_id() -> None:
         pool.submit(task("hang", "good"))
         pool.cancel("score:0:0")
         pool.cancel("score:unknown:0")
-        pool.submit(task("value int"))
-        (score,) = collect(pool, 1)
+        (score,) = scored(pool, task("value int"))
         assert score.value == 3.0
         assert pool.poll() == []
 
@@ -283,8 +257,7 @@ def test_waits_name_each_busy_worker_and_its_limit() -> None:
         assert (wait.what, wait.on) == ("the imports of a worker", f"worker {pool.worker_pids()[0]}")
         assert 0.0 <= wait.since_s <= 50.0
         assert wait.since_s + wait.seconds_left == pytest.approx(50.0)
-        pool.submit(task("good"))
-        collect(pool, 1)
+        scored(pool, task("good"))
         assert pool.waits() == (), "idle workers have no waits"
         pool.submit(task("good", "hang"))
         collect(pool, 1)
@@ -302,13 +275,11 @@ def test_task_in_progress_cannot_be_submitted_again() -> None:
 
 def test_killed_idle_worker_is_replaced() -> None:
     with ScoringPool(settings("act")) as pool:
-        pool.submit(task("good"))
-        collect(pool, 1)
+        scored(pool, task("good"))
         (pid,) = pool.worker_pids()
         os.kill(pid, signal.SIGKILL)
         assert has_ended(pid)
-        pool.submit(task("good"))
-        (score,) = collect(pool, 1)
+        (score,) = scored(pool, task("good"))
         assert score.value == 1.0 or "signal SIGKILL" in score.problem
         deadline = time.monotonic() + PATIENCE_S
         while pool.worker_pids() == (pid,):  # what is inside of the killed process ends a moment later
@@ -338,8 +309,7 @@ def test_pool_can_be_polled_with_zeromq() -> None:
 
 def test_workers_import_only_what_their_scorers_need() -> None:
     with ScoringPool(settings("modules")) as pool:
-        pool.submit(task("sympy", "math_verify", "reasoning_gym", "torch", "pydantic", "zmq", "msgspec"))
-        scores = collect(pool, 7)
+        scores = scored(pool, task("sympy", "math_verify", "reasoning_gym", "torch", "pydantic", "zmq", "msgspec"))
     assert [score.value for score in scores] == [0, 0, 0, 0, 0, 0, 1]
 
 

@@ -7,25 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scoring import batch_of, scored, settings_of, task
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.samples import PromptText, Score, group_task
+from starling.reward.core.samples import PromptText
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import Batch, ScorerForm
 from starling.reward.score.scorers.registry import check_scorer, load_scorer
 from starling.reward.score.scorers.rubric import RubricError, VerifiersRubric
-from starling.reward.settings import RewardSettings
 
 FILE = Path(__file__).with_name("rubrics.py")
 
 
 def batch(*completions: str, metadata: dict[str, Any] | None = None, prompt: str = "1 + 1?") -> Batch:
     num = len(completions)
-    return Batch(
-        completions=completions, references=("2",) * num, prompts=(prompt,) * num, metadata=(metadata or {},) * num,
-        num_tokens=(0,) * num, statuses=("ok",) * num, rewards=(None,) * num,
-    )  # fmt: skip
+    given = {"completions": completions, "references": ("2",) * num, "prompts": (prompt,) * num}
+    return batch_of(num, metadata=(metadata or {},) * num, **given)
 
 
 def made(name: str, **options: Any) -> VerifiersRubric:
@@ -104,14 +101,6 @@ def test_worker_finds_a_rubric_in_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copy(FILE, place / "rubrics.py")
     (place / "rubrics.py").chmod(0o644)
     scorer = {"name": "verifiers_rubric", "options": {"rubric": f"{place}/rubrics.py:Short"}, "timeout_s": 120.0}
-    settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "start_timeout_s": 300.0})
-    texts = ("2", "33", "4")
-    with ScoringPool(settings) as pool:
-        completions = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in texts)
-        pool.submit(group_task("score:1", enumerate(completions), PromptText("1 + 1?", "2", {}), (0,)))
-        scores: list[Score] = []
-        while len(scores) < len(texts):
-            new = pool.poll(300.0)
-            assert new, "no score came"
-            scores += new
-    assert [score.value for score in sorted(scores, key=lambda score: score.completion)] == [1.5, 0.0, 0.5], scores
+    with ScoringPool(settings_of(scorer, start_timeout_s=300.0)) as pool:
+        scores = scored(pool, task("2", "33", "4", prompt=PromptText("1 + 1?", "2", {})), 300.0)
+    assert [score.value for score in scores] == [1.5, 0.0, 0.5], scores

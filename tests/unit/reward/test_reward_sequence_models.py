@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from scoring import batch_of, scored, settings_of, task
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
 from starling.algo.text import encode_prompt, encode_response
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import ChatMessage, CompletionText, Prompt, Status
+from starling.common.wire.messages import ChatMessage, Prompt
 from starling.policy.train.checkpoint.huggingface import save_hf
 from starling.policy.train.model.load import load_model
-from starling.reward.core.samples import PromptText, group_task
+from starling.reward.core.samples import PromptText
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import Batch
 from starling.reward.score.scorers.models.sequence import SequenceRewardModel
 from starling.reward.score.scorers.registry import check_scorer, load_scorer
-from starling.reward.settings import RewardSettings
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIG = {**SIZES, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "initializer_range": 0.5}
@@ -46,10 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batch(prompts: list[str], completions: list[str], metadata: list[dict[str, Any]] | None = None) -> Batch:
     num = len(prompts)
-    return Batch(
-        completions=tuple(completions), references=("",) * num, prompts=tuple(prompts),
-        metadata=tuple(metadata or [{}] * num), num_tokens=(0,) * num, statuses=("ok",) * num, rewards=(None,) * num,
-    )  # fmt: skip
+    given = {"prompts": tuple(prompts), "completions": tuple(completions), "metadata": tuple(metadata or [{}] * num)}
+    return batch_of(num, **given)
 
 
 def loaded(folder: Path, **options: Any) -> SequenceRewardModel:
@@ -190,15 +188,8 @@ def test_worker_scores_with_the_declared_folder(folder: Path) -> None:
         "name": "reward_model", "options": {"folder": str(folder), "form": "text"}, "needs": {"paths": [str(folder)]},
         "timeout_s": 120.0,
     }  # fmt: skip
-    settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "start_timeout_s": 300.0})
-    texts = [CompletionText(text=text, status=Status.OK, num_tokens=1) for text in COMPLETIONS]
-    with ScoringPool(settings) as pool:
-        pool.submit(group_task("score:1", enumerate(texts), PromptText("ab", "", {}), (0,)))
-        scores = []
-        while len(scores) < len(texts):
-            new = pool.poll(300.0)
-            assert new, "no score came"
-            scores += new
-    found = [score.value for score in sorted(scores, key=lambda score: score.completion)]
-    expected = loaded(folder, form="text").score(batch(["ab"] * len(texts), COMPLETIONS))["score"]
+    with ScoringPool(settings_of(scorer, start_timeout_s=300.0)) as pool:
+        scores = scored(pool, task(*COMPLETIONS, prompt=PromptText("ab", "", {})), 300.0)
+    found = [score.value for score in scores]
+    expected = loaded(folder, form="text").score(batch(["ab"] * len(COMPLETIONS), COMPLETIONS))["score"]
     assert found == pytest.approx(expected, abs=1e-5)

@@ -81,6 +81,28 @@ def test_record_of_other_programs_passes_no_limit() -> None:
         decode_result(result)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rewards": (1.0, 2.0)},
+        {"problems": ()},
+        {"scores": {"a": (1.0,), "b": ()}},
+        {"failures": {"a": ("", "")}},
+        {"evaluation_scores": {"a": ()}},
+        {"rewards": (), "statuses": (), "problems": (), "scores": {}},
+        {"statuses": ("of a later version",)},
+        {"scores": {"a": "text"}},
+    ],
+)
+def test_result_whose_parts_do_not_fit_is_a_value_error(fields: dict[str, Any]) -> None:
+    good = {"id": "a", "rewards": (1.0,), "statuses": ("ok",), "problems": ((),), "scores": {"a": (1.0,)}}
+    records = [{"result": {**good, **more}, "info": {}, "duration_s": 1.0} for more in ({}, fields)]
+    whole, damaged = (b"SR\x01" + msgspec.msgpack.encode(record) for record in records)
+    assert decode_result(whole).result.rewards == (1.0,)
+    with pytest.raises(ValueError):
+        decode_result(damaged)
+
+
 positions = st.lists(st.tuples(st.integers(0, 2**16), st.binary(min_size=1, max_size=64)), min_size=1, max_size=4)
 
 

@@ -835,9 +835,10 @@ def test_foreign_values_at_its_keys_are_refused(redis_of_session: RedisServer) -
         await dead.close()
         await store.open()
         await store._redis.set(store._key("request", "a"), "text")
-        with structlog.testing.capture_logs() as logs:
-            assert await store.find("a") is None
-        assert [line["event"] for line in logs] == ["stored_result_refused"]
+        found = await store.find("a")
+        assert isinstance(found, bytes)
+        with pytest.raises(ValueError, match="no record of this service"):
+            decode_result(found)
         assert [one.id for one in await store.take(*ROOM)] == ["b"]
         assert not await store.remove("a")
         assert await store.finish(asked("a"), result("a")) == result("a")

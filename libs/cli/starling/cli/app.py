@@ -20,8 +20,10 @@ Examples:
 GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
     "Run": (
         ("run", "cli.run.command:command", "Train: start and supervise every process of a run on this machine."),
+        ("prepare", "cli.prepare.command:command", "Write keys and configuration of a run, and start nothing."),
         ("smoke", "cli.run.command:smoke_command", "Check in under a minute that everything works on this machine."),
         ("settings", "cli.settings.command:command", "Search all settings, or write them as a recipe."),
+        ("migrate", "cli.migrate.command:command", "Translate a settings file of NVIDIA Cosmos-RL into a recipe."),
         ("scratch", "cli.model.command:scratch_command", "Create the model folder of a recipe with [model.scratch]."),
         ("export", "cli.model.command:export_command", "Write the model of a saved state in Hugging Face format."),
     ),
@@ -32,12 +34,35 @@ GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
     ),
     "Operate": (
         ("status", "cli.operate.command:status_command", "Show what a run is doing: its phase, replicas and groups."),
+        ("top", "cli.top.command:command", "Show a run live in this terminal, and operate it by keys."),
         ("why", "cli.operate.command:why_command", "Explain what a run is waiting for, since when, and the deadline."),
         ("set", "cli.operate.command:set_command", "Change a setting of a run, from its next step on."),
+        ("checkpoint", "cli.operate.command:checkpoint_command", "Save a state of a run before its next step."),
+        ("scale", "cli.operate.scaling:scale_command", "Set how many replicas of a role a run has."),
+        ("drain", "cli.operate.scaling:drain_command", "Take one replica out of a run; others get its work."),
         ("stop", "cli.operate.command:stop_command", "Stop a run gracefully: finish the step, write a checkpoint."),
+        ("profile", "cli.profile.command:command", "Profile processes of a run, and merge what they recorded."),
         ("keys", "cli.operate.keys:command", "Create, list or revoke the CURVE keys of a run."),
+        (
+            "join",
+            "cli.join.command:command",
+            "Join a run in progress as one more replica, by a key alone.",
+        ),
+        (
+            "deploy",
+            "cli.deploy.command:command",
+            "Install units of systemd, or write the job of a cluster: Slurm, Lepton.",
+        ),
     ),
     "Inspect": (
+        ("runs", "cli.runs.command:runs_command", "List runs: state, version, reward, evaluation, duration, recipe."),
+        ("compare", "cli.runs.command:compare_command", "Compare runs: settings that differ, figures, and curves."),
+        (
+            "dashboard",
+            "cli.dashboard.command:command",
+            "Serve a web page on runs: topology, curves, completions, waits and events, live.",
+        ),
+        ("report", "cli.runs.command:report_command", "Write the report of a run as one HTML file."),
         (
             "plan",
             "cli.plan.command:command",

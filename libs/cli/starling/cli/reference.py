@@ -34,7 +34,7 @@ shows its flags and settings:
 """
 FORMS: Final = {"policy": "policy-replay", "rollout": "rollout-only"}
 """Services that are also a command of another kind, with one of their flags."""
-SUBCOMMANDS: Final = {"keys": ("make", "list", "revoke")}
+SUBCOMMANDS: Final = {"keys": ("make", "list", "revoke"), "deploy": ("systemd", "slurm", "lepton")}
 
 
 def reference() -> str:

@@ -6,6 +6,7 @@
     ├── RefusedError     the controller refuses this replica (wrong key, wrong run, wrong protocol version)
     ├── UnreachableError a peer did not answer within a deadline
     ├── RestartError     this process cannot go on, and another start of it can
+    ├── StoppedError     a signal has stopped the run, and that has an exit code of its own
     └── WeightsError     weights could not be published, read, or proven
 
 Each message is one sentence that names the value at fault and the remedy; `main` prints it without a traceback.
@@ -50,6 +51,14 @@ class UnreachableError(StarlingError):
 
 class RestartError(StarlingError):
     """This process cannot go on, for example after an I/O error; another start of it can, from what is on disk."""
+
+
+class StoppedError(StarlingError):
+    """A signal has stopped the run before its end, where `exit_code` says so."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class WeightsError(StarlingError):

@@ -26,6 +26,7 @@ CONTROLLER_FILES: Final = (
     "samples*.jsonl",
     "events-*.rec",
     "controller.json",
+    "outcome.json",
     "journal.sqlite*",
     "trajectories/*",
     "weightsync/*",
@@ -37,10 +38,18 @@ _BLOCK: Final = 64 << 10
 """Bytes that are read at a time, in search of the last line."""
 
 
-def write_whole(path: Path, content: bytes | str, *, private: bool = False) -> None:
+def write_whole(
+    path: Path,
+    content: bytes | str,
+    *,
+    private: bool = False,
+    executable: bool = False,
+    owner_of: Path | None = None,
+) -> None:
     """Write a file so that readers see the old or the new content, also after a power cut.
 
-    `private`: only the owner may read it. Raises OSError.
+    `private`: only the owner may read it. `executable`: all may read and run it. `owner_of`: where root writes it, the
+    owner of this file or folder gets it. Raises OSError.
     """
     partial = path.with_name(f".{path.name}.partial")
     mode = 0o600 if private else 0o666
@@ -49,6 +58,11 @@ def write_whole(path: Path, content: bytes | str, *, private: bool = False) -> N
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            if owner_of is not None and os.geteuid() == 0:
+                owner = owner_of.stat()
+                os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
+            if executable:
+                os.fchmod(file.fileno(), 0o755)  # before the file has its name: others may run it from then on
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, TypeVar
 
 import structlog
 from pydantic import BaseModel
@@ -22,8 +23,20 @@ from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
 from starling.common.observe.log import configure as configure_log
+from starling.common.observe.notify import NOTIFY_VARIABLES, NotifySocket
 from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, run_service, without_collection
-from starling.common.settings import ServiceSettings, Tree, iter_settings, load, nearest
+from starling.common.settings import (
+    ObserveSettings,
+    ServiceSettings,
+    Tree,
+    iter_settings,
+    load,
+    nearest,
+    take_variables,
+)
+
+if TYPE_CHECKING:
+    from starling.common.observe.metrics import Family
 
 log = structlog.get_logger(__name__)
 S = TypeVar("S", bound=ServiceSettings)
@@ -32,6 +45,7 @@ SECTIONS = (
     "run",
     "launch",
     "network",
+    "observe",
     "model",
     "weights",
     "data",
@@ -306,8 +320,8 @@ def process_name(role: str, argv: Sequence[str]) -> str:
 class Shell(Protocol):
     """The part of a service that acts; created once the settings are known."""
 
-    def run(self, stop: StopSignal) -> None:
-        """Serve until the run ends or `stop` is set."""
+    def run(self, stop: StopSignal, notify: NotifySocket) -> None:
+        """Serve until the run ends or `stop` is set; tell the service manager by `notify` how it goes."""
 
 
 def serve(
@@ -317,14 +331,18 @@ def serve(
     argv: Sequence[str] | None = None,
     *,
     translate: Callable[[Tree, str], Tree] | None = None,
+    families: Callable[[], Sequence[Family]] = tuple,
 ) -> int:
     """Run the service `role`: read the command line and the settings, then serve. Returns the exit code.
 
     A replica that receives a stop signal before it is ready, which may take minutes, exits at once. `translate` makes
-    settings of a file of another form, see `load`.
+    settings of a file of another form, see `load`; `families` returns the metrics of the service.
     """
     if role in ("policy", "rollout", "teacher"):
         leave_hub()
+    notify = NotifySocket.from_variables(take_variables(NOTIFY_VARIABLES))  # before any process is started
+    if notify.has_watchdog:
+        faulthandler.enable()  # it ends a process by SIGABRT: the stacks say where that hung
     stop = StopSignal(None if role == "controller" else STOP_S)
     given = sys.argv[1:] if argv is None else argv
     name = role if role == "controller" else process_name(role, given)
@@ -334,12 +352,30 @@ def serve(
         settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS, translate=translate)
         configure_log(name, settings.run.log_format)
         stop.install()
-        try:
-            with without_collection(), nullcontext() if role == "controller" else stop.interruptible():
-                shell = make_shell(settings, arguments)
-        except ServiceStopped:
-            log.info("stopped_before_ready", signal=stop.name)
-            return
-        shell.run(stop)
+        with _endpoint(settings.observe, name, families, notify) if settings.observe.http else nullcontext():
+            try:
+                with without_collection(), nullcontext() if role == "controller" else stop.interruptible():
+                    shell = make_shell(settings, arguments)
+            except ServiceStopped:
+                log.info("stopped_before_ready", signal=stop.name)
+                return
+            shell.run(stop, notify)
 
     return run_service(name, body)
+
+
+@contextmanager
+def _endpoint(
+    settings: ObserveSettings, name: str, families: Callable[[], Sequence[Family]], notify: NotifySocket
+) -> Iterator[None]:
+    """Answer over HTTP in this block what is said to `notify`. Raises ConfigError."""
+    # Imported here: a service without an endpoint does not load it.
+    from starling.common.observe.endpoint import open_endpoint
+    from starling.common.observe.page import StatusPage
+
+    notify.page = StatusPage(settings.stalled_s)
+    endpoint = open_endpoint(settings, name, notify.page, families())
+    try:
+        yield
+    finally:
+        endpoint.close()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -37,7 +37,9 @@ from starling.common.ranges import (
     MAX_WHOLE,
     MIN_TEMPERATURE,
 )
+from starling.common.secret_settings import HIDDEN, is_secret, may_have_secrets, without_passwords, without_secrets
 from starling.common.setting_docs import setting_texts
+from starling.common.setting_fields import field_at, item_of, section_of
 
 ENV_PREFIX = "STARLING_"
 MAX_SHOWN = 200
@@ -64,6 +66,29 @@ def _check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(f"{name!r} names a folder; use letters, digits, '.', '_' and '-', first a letter or a digit")
     return name
+
+
+def _check_endpoint(endpoint: str) -> str:
+    if not endpoint:
+        return endpoint
+    from urllib.parse import urlsplit  # here: a process without traces does not load it
+
+    try:
+        parts = urlsplit(endpoint)
+        is_address = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.username is None
+            and (parts.port is None or parts.port > 0)
+        )
+    except ValueError:  # no number as the port
+        is_address = False
+    if not is_address:
+        raise ValueError(
+            f"{endpoint!r} is no address of a collector; write http://HOST:4318, and a password into "
+            "OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    return endpoint
 
 
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
@@ -119,10 +144,37 @@ class NetworkSettings(SettingsSection):
     """Interval at which each replica reports its state."""
     lease_s: Seconds = 10.0
     """A replica without a heartbeat for this long has left; its groups are given to other replicas."""
-    connect_s: Seconds = 60.0
-    """How long a starting replica waits for the controller."""
+    connect_s: Seconds = 120.0
+    """How long a starting replica waits for the controller, and `starling run` until it listens; the latter waits a
+    second more for each MB of the journal and metrics that the controller reads before."""
     silence_s: Seconds = 300.0
     """How long a replica waits for a controller that does not answer, which may be restarting."""
+
+
+class TraceSettings(SettingsSection):
+    """OpenTelemetry traces of groups, from the prompt to the weights (`docs/how-to/traces.md`)."""
+
+    endpoint: Annotated[str, AfterValidator(_check_endpoint)] = ""
+    """Address of a collector that takes OTLP over HTTP, such as `http://localhost:4318`; empty for no traces. Every
+    service sends its own spans there."""
+    share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the groups that are traced; all services have to have the same."""
+
+
+class ObserveSettings(SettingsSection):
+    """What each service shows of itself: over HTTP, and in traces."""
+
+    http: str = ""
+    """Address, `host:port`, at which a service answers `/healthz`, `/readyz` and `/metrics`; empty for none. Port 0
+    takes a free one, which is logged. `starling run` gives this port to the controller, and each replica another one
+    (see `docs/how-to/deploy/monitoring.md`)."""
+    token_file: str = ""
+    """File with the token that `/metrics` asks for, as `Authorization: Bearer TOKEN`. Without it the address must be a
+    loopback one."""
+    stalled_s: Seconds = 600.0
+    """`/healthz` fails when the working loop has not turned for so long, and what it waits for has no longer limit of
+    its own."""
+    traces: TraceSettings = TraceSettings()
 
 
 class LoraSettings(SettingsSection):
@@ -223,6 +275,18 @@ class ServiceSettings(BaseSettings):
 
     run: RunSettings = RunSettings()
     network: NetworkSettings = NetworkSettings()
+    observe: ObserveSettings = ObserveSettings()
+
+    _given: tuple[Tree, ...] = PrivateAttr(default=())
+    """What files, the environment and flags give, for `is_given`."""
+
+    def is_given(self, key: str) -> bool:
+        """Return whether a file, the environment or a flag gives the setting `key`, be it with its default value.
+
+        `model_fields_set` does not tell: pydantic-settings leaves out a section that equals its defaults, and fills in
+        one that is given in part. Only of settings made by `load`.
+        """
+        return any(_has_key(tree, key.split(".")) for tree in self._given)
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -254,7 +318,7 @@ def load(
         contents = [(name, translate(tree, name)) for name, tree in contents]
     trees = [_own(schema, tree, foreign, name) for name, tree in contents]
     given = _own(schema, flags_tree(schema, flags), foreign, "the command line")
-    _own(schema, _environment_tree(schema), foreign, "the environment")
+    variables = _own(schema, _environment_tree(schema), foreign, "the environment")
 
     class Sourced(schema):  # type: ignore[valid-type,misc]
         @classmethod
@@ -272,10 +336,19 @@ def load(
     try:
         settings: S = Sourced(**given)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(_sentence(error, schema)) from None
     except SettingsError as error:
         raise ConfigError(f"a variable {ENV_PREFIX}... of the environment cannot be read: {error}; unset it") from None
+    settings._given = (*trees, variables, given)
     return settings
+
+
+def _has_key(tree: Any, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if not isinstance(tree, dict) or key not in tree:
+            return False
+        tree = tree[key]
+    return True
 
 
 def validate(schema: type[B], tree: Mapping[str, Any]) -> B:
@@ -283,10 +356,10 @@ def validate(schema: type[B], tree: Mapping[str, Any]) -> B:
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(_sentence(error, schema)) from None
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, schema: type[BaseModel]) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     cause = first.get("ctx", {}).get("error")
@@ -296,7 +369,8 @@ def _sentence(error: ValidationError) -> str:
         if len(first["loc"]) == 1:
             return f"the section [{where}] is missing; give a recipe that has it: --config FILE"
         return f"{where} is missing; set it in a recipe or with --{where.replace('_', '-')}"
-    return f"{where} = {shown(first['input'])}: {first['msg']}{_remedy(first['type'], first['input'], where)}"
+    given = shown_setting(schema, first["loc"], first["input"])
+    return f"{where} = {given}: {first['msg']}{_remedy(first['type'], first['input'], where)}"
 
 
 def _remedy(kind: str, given: object, key: str) -> str:
@@ -318,36 +392,50 @@ def shown(value: object) -> str:
     Of a URL without what is before its host, which may have a password.
     """
     try:
-        text = re.sub(r"://\S*@", "://...@", repr(value))
+        text = without_passwords(repr(value))
     except ValueError:  # Python writes no number of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
+def shown_setting(schema: type[BaseModel], path: Sequence[str | int], value: object) -> str:
+    """Return the value that was given at `path` below `schema` as an error names it: without a secret."""
+    if is_secret(schema, path):
+        return HIDDEN
+    field = field_at(schema, [str(part) for part in path])
+    if isinstance(value, str) and field is not None and may_have_secrets(field):  # a whole section, as one text
+        return HIDDEN
+    return shown(without_secrets(schema, value, tuple(path)))
+
+
 def _own(schema: type[BaseModel], tree: Tree, foreign: set[str], origin: str) -> Tree:
     """Return `tree` without the sections of other services. Raises ConfigError for an unknown key."""
     own = {key: value for key, value in tree.items() if key not in foreign}
-    problem = _unknown_key(schema, own, ()) or unusable_text(own)
+    problem = unknown_key(schema, own, ()) or unusable_text(own, schema=schema)
     if problem is not None:
         raise ConfigError(f"{problem} (in {origin})")
     return own
 
 
-def unusable_text(value: Any, path: tuple[str, ...] = ()) -> str | None:
-    """Return what is wrong with the first string that neither a recipe nor a path can contain."""
+def unusable_text(value: Any, path: tuple[str, ...] = (), *, schema: type[BaseModel] | None = None) -> str | None:
+    """Return what is wrong with the first string that neither a recipe nor a path can contain.
+
+    `schema` says which settings are secret.
+    """
     if len(path) > MAX_DEPTH:
         return f"{'.'.join(path[:3])} has more than {MAX_DEPTH} tables or lists in each other; write it flatter"
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        found = (unusable_text(item, (*path, str(key))) for key, item in items)
+        found = (unusable_text(item, (*path, str(key)), schema=schema) for key, item in items)
         return next((problem for problem in found if problem is not None), None)
     if isinstance(value, str) and ("\0" in value or not value.isprintable()):
+        given = shown(value) if schema is None else shown_setting(schema, path, value)
         try:
             value.encode()
         except UnicodeEncodeError:
-            return f"{'.'.join(path)} = {shown(value)} is not UTF-8, as a recipe has to be; give another value"
+            return f"{'.'.join(path)} = {given} is not UTF-8, as a recipe has to be; give another value"
         if "\0" in value:
-            return f"{'.'.join(path)} = {shown(value)} has a null character; remove it"
+            return f"{'.'.join(path)} = {given} has a null character; remove it"
     return None
 
 
@@ -359,6 +447,11 @@ def environment_variables(names: Collection[str], prefixes: tuple[str, ...] = ()
 def set_variable(name: str, value: str) -> None:
     """Set a variable of the environment of this process, and of those that it starts."""
     os.environ[name] = value
+
+
+def take_variables(names: Collection[str]) -> dict[str, str]:
+    """Return those of `names` that are set, and unset them: no process that this one starts has them."""
+    return {name: os.environ.pop(name) for name in names if name in os.environ}
 
 
 def user_cache(name: str) -> Path:
@@ -377,7 +470,8 @@ def _environment_tree(schema: type[BaseModel]) -> Tree:
         if name.startswith(ENV_PREFIX):
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             field = field_at(schema, keys)
-            _put(tree, keys, _json_value(name, text) if field is not None and _is_json(field) else text, name)
+            is_json = field is not None and _is_json(field)
+            _put(tree, keys, _json_value(schema, keys, name, text) if is_json else text, name)
     return tree
 
 
@@ -387,24 +481,25 @@ def _is_json(field: FieldInfo) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel | tuple | list | dict)
 
 
-def _json_value(name: str, text: str) -> Any:
+def _json_value(schema: type[BaseModel], keys: Sequence[str], name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{name} = {shown(text)} is not valid JSON ({error}); correct it, or unset it and give one variable for "
-            f"each key: {name}__KEY"
+            f"{name} = {shown_setting(schema, keys, text)} is not valid JSON ({error}); correct it, or unset it and "
+            f"give one variable for each key: {name}__KEY"
         ) from None
 
 
 def flags_tree(schema: type[BaseModel], flags: Sequence[str]) -> Tree:
     """Return what ``--section.key value`` (or ``=value``; a lone flag of a boolean means true) sets, as a tree."""
     tree: Tree = {}
-    rest = list(flags)
+    rest, keys = list(flags), [""]
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--") or len(flag) < 3:
-            raise ConfigError(f"{flag!r} is not a flag; settings are given as --section.key value")
+            given = HIDDEN if is_secret(schema, keys) else repr(flag)  # the rest of a secret with a space
+            raise ConfigError(f"{given} is not a flag; settings are given as --section.key value")
         name, equals, value = flag[2:].partition("=")
         keys = name.replace("-", "_").split(".")
         if not equals:
@@ -470,40 +565,25 @@ def iter_settings(schema: type[BaseModel], prefix: str = "", defaults: BaseModel
             yield from iter_settings(item, f"{key}[].")
 
 
-def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the settings class of a field that is a section, or an optional one."""
-    candidates = [field.annotation, *typing.get_args(field.annotation)]
-    is_union = typing.get_origin(field.annotation) in (None, typing.Union, types.UnionType)
-    for candidate in candidates if is_union else []:
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the settings class of the members of a field that holds a list of sections."""
-    if typing.get_origin(field.annotation) not in (tuple, list):
-        return None
-    item = typing.get_args(field.annotation)[0]
-    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
-
-
 def nearest(word: str, words: Sequence[str], cutoff: float = 0.5) -> str | None:
     """Return the most similar of `words`, if the similarity of any is at least `cutoff` (0 to 1)."""
     return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=cutoff)), None)
 
 
-def _unknown_key(schema: type[BaseModel], tree: Tree, path: tuple[str, ...]) -> str | None:
+def unknown_key(schema: type[BaseModel], tree: Tree, path: tuple[str, ...]) -> str | None:
+    """Return the first key of `tree`, which is at `path`, that is no setting of `schema`, with the nearest one."""
     for key, value in tree.items():
         field = schema.model_fields.get(key)
         if field is None:
             where = ".".join((*path, key))
             like = nearest(key, list(schema.model_fields)) or nearest_anywhere(key, schema)
             hint = f"did you mean {'.'.join((*path, like))}?" if like else f"known: {', '.join(schema.model_fields)}"
-            what = f"section {where}" if isinstance(value, dict) else f"setting {where} = {shown(value)}"
+            is_hidden = is_secret(schema, (key,)) or (like is not None and is_secret(schema, like))
+            given = HIDDEN if is_hidden else shown(without_secrets(schema, value, (key,)))
+            what = f"section {where}" if isinstance(value, dict) else f"setting {where} = {given}"
             return f"unknown {what}; {hint}"
         for nested, inner, at in _sections(field, value, (*path, key)):
-            problem = _unknown_key(nested, inner, at)
+            problem = unknown_key(nested, inner, at)
             if problem is not None:
                 return problem
     return None
@@ -532,16 +612,6 @@ def is_boolean(schema: type[BaseModel], keys: Sequence[str]) -> bool:
     """Return whether the setting below `schema` that `keys` name is true or false."""
     field = field_at(schema, keys)
     return field is not None and field.annotation is bool
-
-
-def field_at(schema: type[BaseModel], keys: Sequence[str]) -> FieldInfo | None:
-    """Return the field below `schema` that `keys` name, or None if there is none."""
-    field = None
-    current: type[BaseModel] | None = schema
-    for key in keys:
-        field = current.model_fields.get(key) if current is not None else None
-        current = section_of(field) if field is not None else None
-    return field
 
 
 def complete_toml(text: str) -> str:

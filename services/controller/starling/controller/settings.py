@@ -26,6 +26,8 @@ from starling.common.wire.messages import Sampling
 from starling.controller.core.groups.recording import recording_problem
 from starling.controller.core.groups.scores import TrainedScorer
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
+from starling.controller.core.replicas.autoscale import AutoscaleRule
+from starling.controller.core.replicas.desired import MAX_DESIRED
 from starling.controller.core.training.train_groups import step_problem
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES
@@ -261,6 +263,37 @@ class TrainedScorerSettings(SettingsSection):
         return TrainedScorer(self.label, self.weight, self.clip_min, self.clip_max, self.tasks)
 
 
+class AutoscaleSettings(SettingsSection):
+    """Number of rollouts that follows the work; see `docs/how-to/scale.md`."""
+
+    min: int = Field(default=1, ge=1, le=MAX_DESIRED)
+    """Fewest rollouts."""
+    max: int = Field(default=0, ge=0, le=MAX_DESIRED)
+    """Most rollouts; 0 leaves their number to `starling scale`."""
+    starving: float = Field(default=0.2, gt=0, le=1)
+    """Share of the time in which the policy waits for groups, with all slots of all rollouts taken, from which there
+    are more rollouts."""
+    idle: float = Field(default=0.5, gt=0, le=1)
+    """Share of the slots that have no group, because `rl.max_staleness` allows no more, from which there is one rollout
+    less, if the policy waits for less than half of `starving`."""
+    window_s: Seconds = 60.0
+    """Time over which the shares are measured, at least three steps."""
+    cooldown_s: Seconds = 300.0
+    """Time from a change to the beginning of the next window."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if 0 < self.max < self.min:
+            raise ValueError(f"min = {self.min} is more than max = {self.max}; lower min, or raise max")
+        return self
+
+    def to_core(self) -> AutoscaleRule | None:
+        """Return the rule, None where it is off."""
+        if not self.max:
+            return None
+        return AutoscaleRule(self.min, self.max, self.starving, self.idle, self.window_s, self.cooldown_s)
+
+
 class ControllerSettings(SettingsSection):
     """Replicas, saved states, time limits and files of the controller."""
 
@@ -308,6 +341,9 @@ class ControllerSettings(SettingsSection):
     """Time that replicas have to leave at the end of the run."""
     stop_s: Seconds = 240.0
     """Maximum duration of a graceful stop (the current step, its publication, the checkpoint) before the run fails."""
+    stopped_exit_code: int = Field(default=0, ge=0, le=125)
+    """Exit code of a controller whose run a signal has stopped before its end, for a scheduler that is to start it
+    again; 0 as after a complete run. An operator's `starling stop` ends with 0, and so does that of `starling run`."""
     save_every: int = Field(default=20, ge=0, le=MAX_STEPS)
     """Interval between saved states of the policy, from which it resumes after a crash, in steps; 0 saves at a stop
     only."""
@@ -322,6 +358,7 @@ class ControllerSettings(SettingsSection):
     """Minimum time between two saved states, and before the first one, for runs with short steps."""
     journal_s: Seconds = 60.0
     """The run fails when the disk of the journal has been full for this long."""
+    autoscale: AutoscaleSettings = AutoscaleSettings()
     network_disk: bool = False
     """Allow a journal on a network file system, where its lock may not hold. Only for a run that no other host can
     start: a second controller of the same folder is noticed at its first record, not before."""
@@ -399,6 +436,17 @@ class ControllerProcess(ServiceSettings):
             raise ValueError(f"[evaluation] is on, but run.kind = '{kind.name}' {kind.no_evaluation}; turn it off")
         if self.rl.dynamic_sampling and not kind.filters_groups:
             raise ValueError(f"rl.dynamic_sampling = true, but run.kind = '{kind.name}' keeps all groups; turn it off")
+        has_rollouts = kind.trains and kind.has_rl_steps and not kind.reads_trajectories
+        if self.controller.autoscale.max and not has_rollouts:
+            raise ValueError(
+                f"controller.autoscale.max = {self.controller.autoscale.max}, but run.kind = '{kind.name}' has no "
+                "policy that waits for rollouts; remove [controller.autoscale]"
+            )
+        if self.controller.autoscale.max and self.controller.colocate:
+            raise ValueError(
+                f"controller.autoscale.max = {self.controller.autoscale.max}, but policies and rollouts that share "
+                "their devices (launch.colocate) wait for each other in any case; remove one of the two"
+            )
         if kind.reads_trajectories and not self.data.source.startswith(TRAJECTORIES):
             raise ValueError(
                 f"data.source = {self.data.source!r}, but run.kind = '{kind.name}' trains from trajectories; write "
@@ -517,6 +565,7 @@ class ControllerProcess(ServiceSettings):
             evaluation_scorers=self.controller.evaluation_scorers,
             evaluated_share=self.evaluation.training_share,
             alarm_steps=self.evaluation.alarm_steps,
+            autoscale=self.controller.autoscale.to_core(),
             fans_out=self.controller.fan_out and not kind.trains,
             timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

@@ -63,6 +63,9 @@ _DECODE: Final[dict[str, type]] = {
     "wan2pt2_model_path": str,
     "wan2pt2_credential_path": str,
 }
+_SECRETS: Final = ("endpoint_api_key",)
+_SECRET_WORDS: Final = ("key", "token", "secret", "password")
+"""In the names of keys whose values no error shows."""
 _WITHOUT_EFFECT: Final = {
     "setup_script": "nothing is installed when the service starts",
     "work_dir": "scorers write no files",
@@ -207,10 +210,19 @@ def _check(table: Mapping[str, Any], known: Mapping[str, type], prefix: str) -> 
         if key not in known:
             like = nearest(key, list(known))
             hint = f"did you mean {prefix}{like}?" if like else f"known: {', '.join(known)}"
-            raise ConfigError(f"unknown setting {prefix}{key} = {shown(value)}; {hint}")
+            raise ConfigError(f"unknown setting {prefix}{_named(key, value, like)}; {hint}")
         kind = known[key]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{prefix}{key} = {shown(value)} must be of type {_NAMES[kind]}")
+            raise ConfigError(f"{prefix}{_named(key, value, key)} must be of type {_NAMES[kind]}")
+
+
+def _named(key: str, value: Any, like: str | None) -> str:
+    """Return a key with its value, as an error names them; without that of a secret, or of what may be one."""
+    if like in _SECRETS or any(word in key.lower() for word in _SECRET_WORDS):
+        return key
+    if value and isinstance(value, dict | list):  # there may be one within
+        return f"{key} = {'{...}' if isinstance(value, dict) else '[...]'}"
+    return f"{key} = {shown(value)}"
 
 
 _NAMES: Final[dict[type, str]] = {str: "text", int: "integer", bool: "true or false", list: "list", dict: "table"}

@@ -10,6 +10,7 @@ from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_COUNT, MAX_MIB, MAX_PROCESSES, MAX_ROWS, MAX_SLOTS, MAX_TOKENS, MAX_WHOLE
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
+from starling.common.secret_settings import Secret
 from starling.common.settings import ModelSettings, Seconds, ServiceSettings, SettingsSection, WeightsSettings
 from starling.weightsync.offers.offer import TransportChoice
 
@@ -89,7 +90,7 @@ class ApiSettings(SettingsSection):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of rollout-0; rollout-1 takes the next one, and so on. 0 takes free ports, which the replicas log and write
     to `<run folder>/api/<replica>.json`."""
-    key: str = ""
+    key: Secret = ""
     """The API key of clients; empty to generate one, which is written to the same file as the port."""
     max_requests: int = Field(default=256, ge=1, le=MAX_COUNT)
     """Limit on concurrent requests; further ones are rejected with 429. Requests of episodes do not count: each episode

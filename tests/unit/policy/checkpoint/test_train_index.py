@@ -85,6 +85,15 @@ def value(content: object) -> bytes:
     return pickle.dumps(content, 2)[2:-1]
 
 
+def test_index_of_a_python_that_pickles_enums_by_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2 of Debian 12 pickles the member of an enum as `getattr` of its class."""
+    encoding = dcp_metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(encoding, "__reduce_ex__", lambda member, _: (getattr, (encoding, member.name)))
+    state = write_state(tmp_path)
+    assert b"getattr" in (state / "parts" / ".metadata").read_bytes()
+    assert restore(state).tolist() == [1.0] * 4
+
+
 def test_index_entry_that_becomes_bytes_executes_nothing(tmp_path: Path) -> None:
     # The first reading finds a tensor; it has prepared that the second one finds bytes, which DCP would unpickle.
     state = write_state(tmp_path / "states")

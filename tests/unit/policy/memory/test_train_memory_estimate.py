@@ -71,6 +71,11 @@ CASES = {
     ),
     "output layer in chunks": Case(
         parts=("logprobs",),
+        model={"vocab_size": 13_000},
+        memory={"checkpointing": "full", "logprob_chunk_tokens": 120},
+    ),
+    "probabilities kept from the output layer": Case(
+        parts=("logprobs",),
         model={"vocab_size": 6000},
         memory={"checkpointing": "full", "logprob_chunk_tokens": 256},
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from starling.policy.plan.memory import memory_of
+from starling.policy.plan.memory import _of_place, memory_of
 from starling.policy.plan.sizes import model_sizes
 from starling.policy.plan.traffic import Update
 from starling.policy.settings.parallel import ParallelSettings
@@ -41,6 +41,23 @@ def test_estimate_is_near_what_is_observed(name: str, checkpointing: str) -> Non
     estimated = memory_of(sizes, ParallelSettings(), update, chunk_tokens=CHUNK_TOKENS)
     assert estimated.states == pytest.approx(observed.lasting, rel=0.01)
     assert estimated.total == pytest.approx(observed.peak, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "item_bytes", "pp", "numbers"),
+    [
+        (256, 4, 1, 256),  # all probabilities are kept
+        (600, 4, 1, 3 * 64),  # more than 8 chunks are not
+        (256, 2, 1, 3 * 64),
+        (256, 4, 2, 3 * 64),  # other microbatches come before the backward pass
+    ],
+)
+def test_kept_probabilities_are_counted(num_tokens: int, item_bytes: int, pp: int, numbers: int) -> None:
+    sizes = model_sizes(PRESETS["qwen3-8b"])
+    update = Update(2, num_tokens, item_bytes, recomputes=True)
+    found = memory_of(sizes, ParallelSettings(pp=pp), update, chunk_tokens=64)
+    last = found.logits if pp == 1 else _of_place(sizes, ParallelSettings(pp=pp), update, 1, 64, 8).logits
+    assert last == 4 * numbers * sizes.vocabulary
 
 
 def test_axes_divide_what_they_should() -> None:

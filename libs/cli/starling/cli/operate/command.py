@@ -1,4 +1,4 @@
-"""Operators' commands: `starling status`, `why`, `set` and `stop`, and `evaluate` of a run in progress.
+"""Operators' commands: `starling status`, `why`, `set`, `checkpoint` and `stop`, and `evaluate` of a run in progress.
 
 The controller answers all of them, in words and as data; nothing is guessed from files. The folder of the run is enough
 to reach its controller; for a controller elsewhere give its address, an operator's key and the run's id.
@@ -23,6 +23,7 @@ from starling.common.ranges import MAX_SECONDS
 
 if TYPE_CHECKING:
     from starling.cli.run.attempt import Attempt
+    from starling.common.net.operator import OperatorClient
     from starling.common.wire.messages import OperatorMessage
 
 TIMEOUT_S = 10.0
@@ -81,21 +82,34 @@ def change_setting(
     connection: Flags = NO_CONNECTION,
 ) -> int:
     """Change a setting of a run, from its next step on."""
-    from starling.common.settings import parse_value, shown
     from starling.common.wire.messages import ChangeSetting
 
     if len(words) not in (2, 3):
         raise ConfigError(f"{counted(len(words), 'word')}: write starling set [RUN_FOLDER] KEY VALUE")
     *folder, key, text = words
+    key, value = make_change(key, text)
+    where = Path(folder[0]) if folder else None
+    return ask(lambda request: ChangeSetting(request=request, key=key, value=value), where, connection)
+
+
+def make_change(key: str, text: str) -> tuple[str, bool | int | float | str]:
+    """Return the key of a setting, and the value that `text` is. Raises ConfigError for what no message can carry."""
+    from starling.common.settings import parse_value, shown
+
     value = parse_value(text)
     if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"{key} = {text}: give one number, one word, true or false")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ConfigError(f"{key} = {shown(value)} is out of range; give a smaller number")
     _check_text("KEY VALUE", f"{key} {text}")
-    key = key.replace("-", "_")
-    where = Path(folder[0]) if folder else None
-    return ask(lambda request: ChangeSetting(request=request, key=key, value=value), where, connection)
+    return key.replace("-", "_"), value
+
+
+def checkpoint(folder: RunFolder = None, /, *, connection: Flags = NO_CONNECTION) -> int:
+    """Save a state of a run before its next step, from which it can resume or another run begin."""
+    from starling.common.wire.messages import RequestCheckpoint
+
+    return ask(lambda request: RequestCheckpoint(request=request), folder, connection)
 
 
 def stop(folder: RunFolder = None, /, *, connection: Flags = NO_CONNECTION) -> int:
@@ -120,16 +134,7 @@ def ask(message: Callable[[str], OperatorMessage], folder: Path | None, connecti
     """
     import msgspec
 
-    from starling.cli.run.attempt import OPERATOR
-    from starling.common.net.operator import OperatorClient
-
-    if not 0 < connection.timeout <= MAX_SECONDS:
-        raise ConfigError(f"--timeout {connection.timeout:g} is not a number of seconds; give one above 0")
-    _check_text("--controller", connection.controller)
-    _check_text("--run", connection.run)
-    address, key, run = _controller(folder, connection)
-    name = key.stem if key is not None else OPERATOR
-    with OperatorClient(address, key, run, name=name) as client:
+    with open_client(folder, connection) as client:
         reply = client.ask(message(uuid.uuid4().hex), connection.timeout)
     if connection.json:
         print_json(msgspec.json.encode({"ok": reply.ok, "text": reply.text, **reply.data}).decode())
@@ -140,6 +145,19 @@ def ask(message: Callable[[str], OperatorMessage], folder: Path | None, connecti
     return 0 if reply.ok else 1
 
 
+def open_client(folder: Path | None, connection: Connection) -> OperatorClient:
+    """Return a client of the controller of a run, to be closed. Raises StarlingError: there is no such run."""
+    from starling.cli.run.attempt import OPERATOR
+    from starling.common.net.operator import OperatorClient
+
+    if not 0 < connection.timeout <= MAX_SECONDS:
+        raise ConfigError(f"--timeout {connection.timeout:g} is not a number of seconds; give one above 0")
+    _check_text("--controller", connection.controller)
+    _check_text("--run", connection.run)
+    address, key, run = controller_of(folder, connection)
+    return OperatorClient(address, key, run, name=key.stem if key is not None else OPERATOR)
+
+
 def _check_text(what: str, text: str) -> None:
     try:
         text.encode()
@@ -147,7 +165,7 @@ def _check_text(what: str, text: str) -> None:
         raise ConfigError(f"{what} {text!r} is not UTF-8; give another one") from None
 
 
-def _controller(folder: Path | None, connection: Connection) -> tuple[str, Path | None, str]:
+def controller_of(folder: Path | None, connection: Connection) -> tuple[str, Path | None, str]:
     """Return address, key file and run id: as given, else from the run's folder. Raises StarlingError."""
     from starling.cli.run.attempt import OPERATOR, Attempt
 
@@ -215,5 +233,8 @@ set_command = define(
     "[RUN_FOLDER] KEY VALUE [OPTIONS]",
     "`docs/how-to/operate.md` lists the settings that may change.",
     "Example:\n  starling set runs/quickstart policy.optimizer.learning_rate 1e-6",
+)
+checkpoint_command = define(
+    "checkpoint", checkpoint, "[RUN_FOLDER] [OPTIONS]", "Example:\n  starling checkpoint runs/quickstart"
 )
 stop_command = define("stop", stop, "[RUN_FOLDER] [OPTIONS]", "Example:\n  starling stop runs/quickstart")

@@ -16,6 +16,7 @@ from starling.cli.recipe.schema import Recipe
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.ids import TrainerKind
+from starling.common.secret_settings import without_passwords
 from starling.common.wire.messages import ModelLimits
 from starling.controller.core.groups.recording import replay_problem
 from starling.policy.settings.optimizer import OptimizerSettings
@@ -31,7 +32,7 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
     """
     if not recipe.kind.trains:
         size = _outlined(recipe).size
-        return [*_answering(recipe), f"model: {size}, in {_each(recipe.launch.num_rollouts, 'instance')}"]
+        return [*_answering(recipe), f"model: {size}, in {_each(recipe.num_rollouts, 'instance')}"]
     lines = []
     steps, what, kind = recipe.examples, "example", "supervised"
     if recipe.kind.learns_from_pairs:
@@ -61,10 +62,11 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         lines.append(f"model: {outlined.size}")
     if travels:
         what = outlined.published if recipe.model.lora is None else "the adapters alone"
-        to = _each(recipe.launch.num_rollouts, "rollout")
+        to = _each(recipe.num_rollouts, "rollout")
         lines.append(f"weight sync: {what} to {to}, {_when_published(recipe)}")
     if recipe.policy.weights_from:
-        lines.append(f"initial weights: from {recipe.policy.weights_from}, which the policy reads when it starts")
+        source = without_passwords(recipe.policy.weights_from)
+        lines.append(f"initial weights: from {source}, which the policy reads when it starts")
     return lines
 
 
@@ -130,7 +132,7 @@ def _reinforcement(recipe: Recipe) -> list[str]:
         f"at most {counted(tokens, 'sampled token', form=',')}",
         f"microbatches: at most about {least} of {recipe.policy.tokens_per_microbatch:,} tokens (prompts come on top)",
         f"staleness: at most {rl.max_staleness}, so ({rl.max_staleness} + 1) x {rl.prompts_per_step} = {slots} groups "
-        f"exist at a time; {_product('group', rollout=recipe.launch.num_rollouts, slot=recipe.rollout.num_slots)} can "
+        f"exist at a time; {_product('group', rollout=recipe.num_rollouts, slot=recipe.rollout.num_slots)} can "
         "be generated at a time",
         f"the run: {_product('group', step=rl.num_steps, prompt=rl.prompts_per_step)}",
         *(filtered if rl.dynamic_sampling else []),

@@ -7,19 +7,24 @@ import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from starling.algo.algorithm import compares_scores
+from starling.cli.launch.hosts import HostSettings
+from starling.cli.launch.launchers import check_launcher
+from starling.cli.launch.settings import KubernetesSettings, RaySettings, SlurmSettings
 from starling.cli.model.scratch import ScratchSettings
 from starling.cli.recipe.chat_template import check_chat_template
+from starling.cli.recipe.pools import PooledRolloutSettings, variants
 from starling.common.counts import counted
-from starling.common.errors import WeightsError
+from starling.common.errors import ConfigError, WeightsError
 from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
+from starling.common.secret_settings import without_passwords, without_secrets
 from starling.common.service import check_model_folder
-from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, load
+from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, load, shown
 from starling.controller.core.training.train_groups import step_problem
 from starling.controller.settings import ControllerProcess, TrainedScorerSettings
 from starling.policy.settings.policy import PolicySettings, check_adapters, check_elastic, check_transport
@@ -43,15 +48,23 @@ class RecipeModel(ModelSettings):
 
 
 class LaunchSettings(SettingsSection):
-    """Processes that `starling run` starts on this machine."""
+    """Replicas that `starling run` starts, and the launcher that places them."""
 
+    launcher: Annotated[str, AfterValidator(check_launcher)] = "local"
+    """What places the replicas: `local`, as processes of this machine; `ssh`, on `hosts` (`docs/how-to/scale.md`);
+    `slurm`, `kubernetes` or `ray`, by that engine, whose section says how (`docs/how-to/deploy/`)."""
+    hosts: tuple[HostSettings, ...] = ()
+    """Machines of the launcher `ssh`."""
+    ssh_options: tuple[str, ...] = ()
+    """Options of ssh, such as `["-p", "2222"]`; better are those in `~/.ssh/config`."""
     num_policies: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Policy replicas, which make each step together; see `policy.parallel.elastic`."""
     gpus_per_policy: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs of each policy, by CUDA_VISIBLE_DEVICES and in the order of the policies, before those of
     `gpus_per_rollout`. 0: each policy sees all GPUs."""
     num_rollouts: int = Field(default=1, ge=0, le=MAX_PROCESSES)
-    """Rollout replicas. 0 where other machines bring them: then set `controller.num_rollouts`."""
+    """Rollout replicas; with `[[rollout.pools]]` the sum of their counts. 0 where other machines bring them: then set
+    `controller.num_rollouts`."""
     gpus_per_rollout: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs of each rollout, by CUDA_VISIBLE_DEVICES and in the order of the rollouts. 0: each rollout sees all GPUs."""
     num_rewards: int = Field(default=1, ge=0, le=MAX_PROCESSES)
@@ -60,15 +73,17 @@ class LaunchSettings(SettingsSection):
     num_teachers: int = Field(default=1, ge=0, le=MAX_PROCESSES)
     """Teachers, where the recipe has a [teacher]."""
     policy_nodes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Hosts that the policy's ranks are on. This machine is the first; start `starling policy` on each other one, as
-    the run says at its start (`docs/how-to/several-hosts.md`)."""
+    """Hosts that the ranks of a policy are on. `slurm` and `ray` place all of them. Otherwise this machine is the
+    first; start `starling policy` on each other one, as the run says at its start (`docs/how-to/several-hosts.md`)."""
     policy_rdzv: str = ""
-    """`host:port` at which the other hosts of the policy join it on this machine; needed with `policy_nodes`."""
+    """`host:port` at which the other hosts of the policy join it on this machine; needed with `policy_nodes`, unless a
+    launcher places them."""
     rollout_nodes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Hosts that the workers of the rollout's vLLM are on, as `policy_nodes`; start `starling rollout` on each other
-    one (`docs/how-to/vllm.md`)."""
+    """Hosts that the workers of a rollout's vLLM are on. `slurm`, `kubernetes` and `ray` place all of them. Otherwise
+    as `policy_nodes`; start `starling rollout` on each other one (`docs/how-to/vllm.md`)."""
     rollout_rdzv: str = ""
-    """`host:port` at which the other hosts of the rollout join it on this machine; needed with `rollout_nodes`."""
+    """`host:port` at which the other hosts of the rollout join it on this machine; needed with `rollout_nodes`, unless
+    a launcher places them."""
     colocate: bool = False
     """Policy and rollouts share their devices in turn: the inactive ones keep their tensors in the memory of the host.
     With `rl.max_staleness` above 0, rollouts hand back unfinished groups whenever a step is full."""
@@ -79,12 +94,26 @@ class LaunchSettings(SettingsSection):
     """Compute threads of each process (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
     screen: Literal["auto", "live", "plain"] = "auto"
     """`live`: one screen that is redrawn. `plain`: lines. `auto`: live on a terminal."""
+    dashboard: bool = False
+    """Serve the run's web page on this machine as long as the run lasts (`docs/how-to/dashboard.md`). Its address,
+    which has the token, is printed, and is in `dashboard.url` of the run's folder."""
+    dashboard_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the page; 0 for a free one."""
     stop_s: Seconds = 300.0
     """How long a graceful stop may take (the current step, the checkpoint) before everything is killed."""
     max_restarts: int = Field(default=3, ge=0, le=MAX_COUNT)
     """Restarts of each process that dies within `restart_window_s`, before the run fails."""
     restart_window_s: Seconds = 600.0
     """Window in which restarts are counted."""
+    slurm: SlurmSettings = SlurmSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    ray: RaySettings = RaySettings()
+
+    def places_nodes_of(self, role: str) -> bool:
+        """Return whether the launcher places all nodes of each replica of `role`."""
+        engines = {"slurm": self.slurm.roles, "kubernetes": self.kubernetes.roles, "ray": self.ray.roles}
+        roles = engines.get(self.launcher, ())
+        return role in roles
 
 
 class Recipe(ControllerProcess):
@@ -94,13 +123,14 @@ class Recipe(ControllerProcess):
     model: RecipeModel = RecipeModel()
     weights: WeightsSettings = WeightsSettings()
     policy: PolicySettings = PolicySettings()
-    rollout: RolloutSettings = RolloutSettings()
+    rollout: PooledRolloutSettings = PooledRolloutSettings()
     reward: RewardSettings | None = None
     teacher: TeacherSettings | None = None
 
     @model_validator(mode="after")
     def _check_recipe(self) -> Self:
         self._check_model()
+        self._check_pools()
         check_adapters(self.model, self.policy, self.weights)
         self._check_source()
         self._check_transports()
@@ -115,7 +145,7 @@ class Recipe(ControllerProcess):
             )
         launch = self.launch
         self._check_nodes("policy", launch.policy_nodes, launch.policy_rdzv, launch.num_policies, "num_policies")
-        self._check_nodes("rollout", launch.rollout_nodes, launch.rollout_rdzv, launch.num_rollouts, "num_rollouts")
+        self._check_nodes("rollout", launch.rollout_nodes, launch.rollout_rdzv, self.num_rollouts, "num_rollouts")
         self._check_ranks()
         self._check_gpus()
         if self.launch.colocate:
@@ -174,14 +204,18 @@ class Recipe(ControllerProcess):
                 "sampling.routing = 'replayed' replaces the choice of the routers inside each block, which "
                 "policy.memory.compile = true replaces by compiled code: set one of them to its default"
             )
-        if self.rollout.engine != "vllm" or not self.generates:
-            return
-        if not self.rollout.vllm.enforce_eager:
+        for _, rollout in self.rollout_variants if self.generates else ():
+            if rollout.engine == "vllm":
+                self._check_recorded_routing(rollout)
+
+    def _check_recorded_routing(self, rollout: RolloutSettings) -> None:
+        """An engine that records the experts of its tokens computes them where it can."""
+        if not rollout.vllm.enforce_eager:
             raise ValueError(
                 "sampling.routing = 'replayed' needs the experts of each token, and those of tokens that CUDA graphs "
                 "compute are not recorded; set rollout.vllm.enforce_eager = true"
             )
-        if self.rollout.vllm.speculative:
+        if rollout.vllm.speculative:
             raise ValueError(
                 "sampling.routing = 'replayed' needs the experts of each token, and those of drafted tokens are not "
                 "recorded; remove rollout.vllm.speculative"
@@ -202,22 +236,13 @@ class Recipe(ControllerProcess):
             )
 
     def _check_replicas(self) -> None:
-        """A run that generates has rollouts with slots, and scorers if the recipe names some."""
-        if self._has_none("num_rollouts"):
-            raise ValueError(
-                "launch.num_rollouts = 0, but this run generates completions; set at least 1, or "
-                "controller.num_rollouts to the number that other machines bring"
-            )
-        if self.kind.is_scored and self._has_none("num_rewards") and self.reward is not None:
-            raise ValueError(
-                "launch.num_rewards = 0, but this run scores completions; set at least 1, or controller.num_rewards to "
-                "the number that other machines bring"
-            )
-        if self.rollout.num_slots == 0:
-            raise ValueError(
-                "rollout.num_slots = 0 is for replicas that only follow a run (`starling serve --from`), and those of "
-                "this run would get no work; set at least 1"
-            )
+        """Rollouts of a run that generates have slots."""
+        for key, rollout in self.rollout_variants:
+            if rollout.num_slots == 0:
+                raise ValueError(
+                    f"{key}.num_slots = 0 is for replicas that only follow a run (`starling serve --from`), and those "
+                    "of this run would get no work; set at least 1"
+                )
 
     def _check_transports(self) -> None:
         """Weights that leave the machine are encrypted where they must be, and other machines can read them."""
@@ -232,10 +257,12 @@ class Recipe(ControllerProcess):
         """Weights elsewhere than in the model's folder need a policy, which alone reads them."""
         source = self.policy.weights_from
         if source and self.model.scratch is not None:
-            raise ValueError(f"policy.weights_from = {source!r} with [model.scratch] would not be read; remove one")
+            raise ValueError(
+                f"policy.weights_from = {shown(source)} with [model.scratch] would not be read; remove one"
+            )
         if source and not (self.kind.trains or self.launch.fan_out):
             raise ValueError(
-                f"policy.weights_from = {source!r} is read by a policy, and this run has none; set "
+                f"policy.weights_from = {shown(source)} is read by a policy, and this run has none; set "
                 "launch.fan_out = true"
             )
 
@@ -246,6 +273,13 @@ class Recipe(ControllerProcess):
                 f"launch.{role}_rdzv = {rdzv!r} is not used with launch.{role}_nodes = 1; set {role}_nodes to the "
                 f"number of hosts, or remove {role}_rdzv"
             )
+        if num > 1 and self.launch.places_nodes_of(role):
+            if rdzv:
+                raise ValueError(
+                    f"launch.{role}_rdzv = {rdzv!r}, but the launcher {self.launch.launcher} chooses where the nodes "
+                    "of each replica meet; remove it"
+                )
+            return
         host, _, port = rdzv.rpartition(":")
         if num > 1 and not (host and port.isdecimal() and len(port) <= 5 and 0 < int(port) <= MAX_PORT):
             given = f"{rdzv!r} is no address" if rdzv else "is missing"
@@ -310,12 +344,13 @@ class Recipe(ControllerProcess):
                     f"rl.{name} = {getattr(self.rl, name):g} with launch.colocate = true would take the devices from "
                     f"the rollouts amid their groups in order to publish; remove rl.{name}"
                 )
-        if self.rollout.engine == "vllm":
-            self._check_sleep()
+        for _, rollout in self.rollout_variants:
+            if rollout.engine == "vllm":
+                self._check_sleep(rollout)
 
-    def _check_sleep(self) -> None:
+    def _check_sleep(self, rollout: RolloutSettings) -> None:
         """An engine that shares its devices must free their memory."""
-        wanted = self.rollout.vllm.engine_args.get("enable_sleep_mode", True)
+        wanted = rollout.vllm.engine_args.get("enable_sleep_mode", True)
         if wanted is not True:
             raise ValueError(
                 f"launch.colocate = true, but rollout.vllm.engine_args.enable_sleep_mode = {wanted!r}: vllm would "
@@ -357,14 +392,25 @@ class Recipe(ControllerProcess):
             return policy
         scores = self.reward is not None and self.kind.is_scored
         return policy | {
-            "rollout": self.launch.num_rollouts,
+            "rollout": self.num_rollouts,
             "reward": self.launch.num_rewards if scores else 0,
             "teacher": self.launch.num_teachers if self.teacher is not None else 0,
         }
 
-    def _has_none(self, count: Literal["num_rollouts", "num_rewards"]) -> bool:
-        """Say whether neither this machine starts such replicas, nor the recipe says that others bring some."""
-        return getattr(self.launch, count) == 0 and count not in self.controller.model_fields_set
+    @property
+    def num_rollouts(self) -> int:
+        """How many rollouts this run starts."""
+        pools = self.rollout.pools
+        return sum(pool.count for pool in pools) if pools else self.launch.num_rollouts
+
+    @property
+    def rollout_variants(self) -> list[tuple[str, RolloutSettings]]:
+        """The settings of the rollouts of each pool, and the key that names the pool."""
+        return variants(self.rollout)
+
+    def _check_pools(self) -> None:
+        """The settings of each pool are settings of rollouts."""
+        variants(self.rollout)  # raises
 
     def _check_rows(self) -> None:
         """A group is generated in one batch, so it must fit."""
@@ -372,19 +418,64 @@ class Recipe(ControllerProcess):
         if self.evaluation.at_start or self.evaluation.at_end or self.kind.answers_each_prompt:
             sizes["evaluation.num_completions"] = self.evaluation.num_completions
         for key, size in sizes.items():
-            if size > self.rollout.max_rows:
-                raise ValueError(
-                    f"{key} = {size} is more than rollout.max_rows = {self.rollout.max_rows}, the sequences that a "
-                    f"rollout generates together; lower {key} or raise rollout.max_rows"
-                )
+            for name, rollout in self.rollout_variants:
+                if size > rollout.max_rows:
+                    raise ValueError(
+                        f"{key} = {size} is more than {name}.max_rows = {rollout.max_rows}, the sequences that a "
+                        f"rollout generates together; lower {key} or raise {name}.max_rows"
+                    )
+
+
+def _check_launched(recipe: Recipe) -> None:
+    """A run that generates has rollouts, and rewards if the recipe has scorers: of this machine or of others."""
+    given, num = recipe.launch.num_rollouts, recipe.num_rollouts
+    if recipe.rollout.pools and recipe.is_given("launch.num_rollouts") and given != num:
+        raise ConfigError(
+            f"launch.num_rollouts = {given}, and the counts of {len(recipe.rollout.pools)} [[rollout.pools]] add up to "
+            f"{num}; remove launch.num_rollouts"
+        )
+    work = {"num_rollouts": "generates"} if recipe.generates and not recipe.rollout.pools else {}
+    if recipe.generates and recipe.kind.is_scored and recipe.reward is not None:
+        work["num_rewards"] = "scores"
+    for count, does in work.items():
+        if getattr(recipe.launch, count) == 0 and not recipe.is_given(f"controller.{count}"):
+            raise ConfigError(
+                f"launch.{count} = 0, but this run {does} completions; set at least 1, or controller.{count} to the "
+                "number that other machines bring"
+            )
 
 
 def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     """Read a recipe and resolve what follows from it. Raises ConfigError."""
     recipe = load(Recipe, files, flags)
+    _check_launched(recipe)
+    _check_models(recipe)
+    rollout = _resolved_rollout(recipe)
+    follows = {
+        **_replica_counts(recipe),
+        **_model_limits(recipe, rollout),
+        **_scoring(recipe),
+        "start_s": _start_s(recipe, rollout),
+        "colocate": recipe.launch.colocate,
+        "fan_out": recipe.launch.fan_out,
+    }
+    controller = recipe.controller.model_copy(update=follows)
+    launch = recipe.launch.model_copy(update={"num_rollouts": recipe.num_rollouts})
+    return recipe.model_copy(
+        update={"controller": controller, "policy": recipe.launched_policy, "rollout": rollout, "launch": launch}
+    )
+
+
+def _engines(recipe: Recipe) -> set[str]:
+    return {rollout.engine for _, rollout in recipe.rollout_variants}
+
+
+def _check_models(recipe: Recipe) -> None:
+    """Raise ConfigError for an engine, a model folder or a chat template that cannot be used."""
     untrained = not recipe.kind.trains
     if recipe.generates:
-        check_engine(recipe.rollout.engine)
+        for engine in sorted(_engines(recipe)):
+            check_engine(engine)
     if recipe.model.scratch is None:
         wanted = (untrained or recipe.policy.init == "pretrained") and not recipe.policy.weights_from
         check_model_folder(
@@ -397,53 +488,82 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     if recipe.teacher is not None:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
     check_chat_template(recipe)
+
+
+def _replica_counts(recipe: Recipe) -> dict[str, int]:
+    """Return the settings of the controller that say how many replicas of each role there are."""
     launched = recipe.replicas
     num_policies = max(launched.get("policy", 1), recipe.controller.num_policies)  # others may join from elsewhere
     counts = {"num_teachers": launched.get("teacher", 0), "num_policies": num_policies}
     for role in ("rollout", "reward"):
         num = launched.get(role, 1)
-        is_elsewhere = num == 0 and f"num_{role}s" in recipe.controller.model_fields_set
+        is_elsewhere = num == 0 and recipe.is_given(f"controller.num_{role}s")
         counts |= {} if is_elsewhere else {f"num_{role}s": num}
+    return counts
+
+
+def _resolved_rollout(recipe: Recipe) -> PooledRolloutSettings:
+    """Return the settings of the rollouts, with what follows for them from those of others."""
     rollout = recipe.rollout
-    if untrained:
+    if not recipe.kind.trains:
         rollout = rollout.model_copy(update={"load_weights": not recipe.launch.fan_out})
     if recipe.kind.serves_requests:
         rollout = rollout.model_copy(update={"api": rollout.api.model_copy(update={"enabled": True})})
-    if recipe.launch.colocate and rollout.engine == "vllm":
+    if recipe.launch.colocate and "vllm" in _engines(recipe):
         arguments = {**rollout.vllm.engine_args, "enable_sleep_mode": True}
         rollout = rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"engine_args": arguments})})
+    return rollout
+
+
+def _start_s(recipe: Recipe, rollout: PooledRolloutSettings) -> float:
+    """Return how long the controller waits for the first replicas, in seconds."""
     start_s = recipe.controller.start_s
-    if rollout.engine == "vllm":  # it may take longer to start than the run would wait for its rollouts
+    if "vllm" in _engines(recipe):  # it may take longer to start than the run would wait for its rollouts
         start_s = max(start_s, rollout.vllm.start_timeout_s + IMPORTS_S)
     if recipe.launch.policy_nodes > 1:  # and so may a policy whose first node waits for the others
         start_s = max(start_s, recipe.policy.parallel.join_s + IMPORTS_S)
-    follows: dict[str, Any] = {
-        **counts,
-        "start_s": start_s,
-        "colocate": recipe.launch.colocate,
-        "fan_out": recipe.launch.fan_out,
-    }
-    follows |= {"rollout_transport": rollout.transport}
+    return start_s
+
+
+def _model_limits(recipe: Recipe, rollout: PooledRolloutSettings) -> dict[str, Any]:
+    """Return the settings of the controller that follow from those of rollouts, teachers and the model."""
+    follows: dict[str, Any] = {"rollout_transport": rollout.transport}
     # A replica of another recipe, or a broken one, must not make the controller hold more than this recipe allows.
     follows |= {"max_model_len": rollout.max_model_len or 0, "max_media_bytes": rollout.max_media_bytes}
     follows |= {"teacher_top_k": recipe.teacher.top_k} if recipe.teacher is not None else {}
     # Weights that are elsewhere are not in the folder that the controller could read: the policy's digest counts.
-    follows |= {"model_path": recipe.model.path} if untrained and not recipe.policy.weights_from else {}
-    if recipe.reward is not None:
-        labels = tuple(scorer.title for scorer in recipe.reward.evaluation_scorers())
-        follows |= {"num_scorers": len(recipe.reward.scorers), "evaluation_scorers": labels}
-    follows |= {
+    has_folder = not recipe.kind.trains and not recipe.policy.weights_from
+    return follows | ({"model_path": recipe.model.path} if has_folder else {})
+
+
+def _scoring(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of the controller that follow from the scorers and the algorithm."""
+    follows: dict[str, Any] = {
         "trained_scorers": recipe.scores_to_train,
         "compares_scores": bool(compares_scores(recipe.policy.algorithm.name)),
     }
-    controller = recipe.controller.model_copy(update=follows)
-    return recipe.model_copy(update={"controller": controller, "policy": recipe.launched_policy, "rollout": rollout})
+    if recipe.reward is not None:
+        labels = tuple(scorer.title for scorer in recipe.reward.evaluation_scorers())
+        follows |= {"num_scorers": len(recipe.reward.scorers), "evaluation_scorers": labels}
+    return follows
 
 
 def to_toml(recipe: Recipe) -> str:
     """Return the resolved recipe as TOML, which every service can read again."""
+    return tomli_w.dumps(_tree(recipe))
+
+
+def to_shown_toml(recipe: Recipe) -> str:
+    """Return the resolved recipe as TOML for people: passwords, tokens and keys are hidden."""
+    return tomli_w.dumps(_without_passwords(without_secrets(Recipe, _tree(recipe))))
+
+
+def _tree(recipe: Recipe) -> dict[str, Any]:
     tree = json.loads(recipe.model_dump_json(exclude_none=True))
-    return tomli_w.dumps(_without_none(tree))
+    if not recipe.rollout.pools:
+        del tree["rollout"]["pools"]  # which services do not know
+    without_none: dict[str, Any] = _without_none(tree)
+    return without_none
 
 
 def resolved(recipe: Recipe, folder: Path) -> Recipe:
@@ -452,12 +572,22 @@ def resolved(recipe: Recipe, folder: Path) -> Recipe:
     It has an id of its own, and a [model.scratch] is a model folder, whose weights the policy draws at random.
     """
     run_id = f"{folder.parent.name}/{folder.name}/{secrets.token_hex(4)}"
-    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": run_id})})
+    rollout = recipe.rollout.model_copy(update={"pools": ()})  # each replica gets those of its pool as flags
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": run_id}), "rollout": rollout})
     if recipe.model.scratch is None:
         return recipe
     model = recipe.model.model_copy(update={"path": str(folder / MODEL_FOLDER), "scratch": None})
     policy = recipe.policy.model_copy(update={"init": "random"})
     return recipe.model_copy(update={"model": model, "policy": policy})
+
+
+def _without_passwords(value: Any) -> Any:
+    """Return a copy of a tree whose URLs have no passwords."""
+    if isinstance(value, dict):
+        return {key: _without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(item) for item in value]
+    return without_passwords(value) if isinstance(value, str) else value
 
 
 def _without_none(value: Any) -> Any:

@@ -126,6 +126,8 @@ def describe_event(event: events.Event) -> str:
             return f"the digest of the checkpoint is {digest}" if digest else "the checkpoint cannot be read"
         case events.NotSent(peer=peer, lease=lease, reason=reason):
             return f"{lease} was not sent to {peer}: {reason}"
+        case events.Profiled(report=report):
+            return f"the controller's own profile: {report.state}"
 
 
 def _describe_message(message: Any) -> str:

@@ -63,6 +63,10 @@ class Sample:
         elif (place := self._random.randrange(self._num)) < MAX_POINTS:
             self._values[place] = value
 
+    def is_empty(self) -> bool:
+        """Return whether there is no value."""
+        return not self._values
+
     def median(self) -> float:
         """Return the upper median of the values, of which there is one."""
         return sorted(self._values)[len(self._values) // 2]

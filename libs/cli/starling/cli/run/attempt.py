@@ -146,6 +146,11 @@ class Attempt:
         else:
             self._check_unedited()
 
+    def add_key(self, name: str) -> None:
+        """Make the key of a replica that is placed during the run, unless it has one. Raises ConfigError."""
+        if not self.key(name).exists():
+            make_keys(self.folder / "keys", [name], replace=True)
+
     def _check_unedited(self) -> None:
         """Raise ConfigError when one of recipe.toml, which the supervisor reads, and config.toml was edited.
 
@@ -155,6 +160,7 @@ class Attempt:
         recipe, config = _leaves(read_toml(self.recipe)), _leaves(read_toml(self.config))
         ours = (
             "run.id",
+            "rollout.pools",
             *(("model.", "policy.init") if any(key.startswith("model.scratch.") for key in recipe) else ()),
         )
         keys = sorted(key for key in {*recipe, *config} if not key.startswith(ours))

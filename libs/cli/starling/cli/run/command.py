@@ -62,6 +62,9 @@ def run(
     dry_run: Annotated[
         bool, Parameter(help="Check recipe, data, tokenizer, scorers, weights; start nothing.", group=START)
     ] = False,
+    launcher: Annotated[
+        str, Parameter(metavar="NAME", help="Place the replicas with NAME, as launch.launcher.", group=START)
+    ] = "",
     state: Annotated[
         str,
         Parameter(
@@ -79,7 +82,7 @@ def run(
     ] = False,
     line: Line,
 ) -> int:
-    """Train: start and supervise every process of a run on this machine."""
+    """Train: start and supervise every process of a run, on this machine or through a launcher."""
     if resume is not None:
         return _resume(resume, line.arguments, accept_changed_data=accept_changed_data)
     if accept_changed_data:
@@ -92,7 +95,8 @@ def run(
         begin_imports(recipe)
     from starling.cli.recipe.schema import load_recipe
 
-    loaded = load_recipe([recipe, *config], line.settings)
+    placed_by = (f"--launch.launcher={launcher}",) if launcher else ()
+    loaded = load_recipe([recipe, *config], (*line.settings, *placed_by))
     if state:
         from starling.cli.recipe.warm_start import start_from_state
         from starling.cli.run.attempt import newest_attempt
@@ -222,7 +226,7 @@ def _start(recipe: Recipe) -> int:
 def _print_recipe(recipe: Recipe) -> int:
     from starling.cli.recipe.arithmetic import describe_arithmetic
     from starling.cli.recipe.inputs import check_inputs
-    from starling.cli.recipe.schema import to_toml
+    from starling.cli.recipe.schema import to_shown_toml
     from starling.common.importing import without_modules
     from starling.common.net.binding import check_address
     from starling.controller.core.groups.recording import truncation_notice
@@ -235,7 +239,7 @@ def _print_recipe(recipe: Recipe) -> int:
     plan = recipe.plan()
     notices = filter(None, [truncation_notice(plan.sampling, plan.kind)])
     lines = [*sizes, *check_inputs(recipe), *(f"notice: {notice}" for notice in notices)]
-    print(to_toml(recipe), *(f"# {line}" for line in lines), sep="\n")
+    print(to_shown_toml(recipe), *(f"# {line}" for line in lines), sep="\n")
     return 0
 
 

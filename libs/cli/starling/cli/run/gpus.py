@@ -43,20 +43,37 @@ def num_instances(num_gpus: int, tp_size: int, present: int) -> tuple[int, str]:
     return num, f"{what} = {counted(num, 'instance')} x tp {tp_size}"
 
 
-def devices_of(name: str, num: int, first: int = 0) -> dict[str, str]:
-    """Return the environment with the `num` GPUs of the policy or rollout `name`; empty for 0, where all see all.
+class FreeGpus:
+    """Assignment of the visible GPUs to replicas: in the order of their starts, and after a restart the same ones."""
 
-    `first`: GPUs before those of the first replica of the role. Raises ConfigError when there are too few.
-    """
-    if not num:
-        return {}
-    role, _, index = name.rpartition("-")
-    present = visible_gpus()
-    mine = present[first + int(index) * num :][:num]
-    if len(mine) < num:
-        counts = {"policy": "num_policies", "rollout": "num_rollouts"}
-        raise ConfigError(
-            f"launch.gpus_per_{role} = {num}, and the {counted(len(present), 'GPU')} visible here are too few for "
-            f"{name}; lower it, or launch.{counts[role]}"
-        )
-    return {VISIBLE: ",".join(mine)}
+    def __init__(self) -> None:
+        """All visible GPUs are free."""
+        self._taken: dict[str, list[str]] = {}
+        self._former: dict[str, list[str]] = {}
+
+    def take(self, name: str, num: int) -> dict[str, str]:
+        """Return the environment with `num` GPUs for the replica `name`; empty for 0, which sees all of them.
+
+        Raises ConfigError when too few are free.
+        """
+        if not num:
+            return {}
+        present = visible_gpus()
+        taken = {gpu for gpus in self._taken.values() for gpu in gpus}
+        free = [gpu for gpu in present if gpu not in taken]
+        former = [gpu for gpu in self._former.get(name, ()) if gpu in free]
+        mine = former if len(former) == num else free[:num]
+        if len(mine) < num:
+            role = name.rpartition("-")[0]
+            counts = {"policy": "num_policies", "rollout": "num_rollouts"}
+            raise ConfigError(
+                f"{name} needs launch.gpus_per_{role} = {num}, and of the {counted(len(present), 'GPU')} visible here "
+                f"{len(free)} {'is' if len(free) == 1 else 'are'} free; lower it, or launch.{counts[role]}"
+            )
+        self._taken[name] = mine
+        return {VISIBLE: ",".join(mine)}
+
+    def release(self, name: str) -> None:
+        """Make the GPUs of the replica `name` free again, after its end."""
+        if name in self._taken:
+            self._former[name] = self._taken.pop(name)

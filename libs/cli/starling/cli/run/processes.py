@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,12 +45,14 @@ class ServiceProcess:
     environment: dict[str, str]
     """Variables besides those of all processes."""
     process: subprocess.Popen[str] | ForkedProcess
+    command: tuple[str, ...] = ()
+    """Instead of the module: a command that is no service, such as ssh to one."""
+    stdin: bytes = b""
+    """What such a command reads first; its stdin stays open."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     reader: threading.Thread | None = None
     reported: bool = False
     """Its exit has been handled."""
-    spared: bool = False
-    """It died, and the run continues without it."""
     is_writing: bool = False
     """It has logged that it writes a state or a checkpoint."""
     due: float | None = None
@@ -60,6 +62,21 @@ class ServiceProcess:
     def code(self) -> int | None:
         """Return its exit code, or None while it runs; -n when signal n killed it."""
         return self.process.poll()
+
+    def write(self, data: bytes) -> None:
+        """Write to the stdin of a `command`; one that has ended is not told."""
+        stream = getattr(self.process, "stdin", None)
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.write(data.decode())
+                stream.flush()
+
+    def close_stdin(self) -> None:
+        """Close the stdin of a `command`, by which it knows that nothing follows."""
+        stream = getattr(self.process, "stdin", None)
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
 
     def ending(self) -> str:
         """Return how it ended in words: ``was killed by SIGKILL``."""
@@ -95,18 +112,38 @@ class ServiceProcesses:
         self.all.append(child)
         return child
 
+    def start_command(self, name: str, role: str, command: Sequence[str], stdin: bytes) -> ServiceProcess:
+        """Start a command that is no service of this machine, which reads `stdin`, and then its end."""
+        child = ServiceProcess(
+            name, role, "", (), {}, self._spawn(command, self._environment, reads=True), tuple(command), stdin
+        )
+        self._tell(child)
+        self._read(child)
+        self.all.append(child)
+        return child
+
     def restart(self, child: ServiceProcess, *more: str) -> None:
         """Restart a process that has exited, with its former arguments and `more`."""
         assert child.code is not None, f"{child.name} still runs"
-        child.process = self._begin(child.role, child.module, (*child.arguments, *more), child.environment)
+        if child.command:
+            child.process = self._spawn(child.command, self._environment, reads=True)
+            self._tell(child)
+        else:
+            child.process = self._begin(child.role, child.module, (*child.arguments, *more), child.environment)
         child.reported, child.due, child.is_writing = False, None, False
         self._read(child)
 
     def _begin(
         self, role: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[str] | ForkedProcess:
-        start = self._forks.start if role in FORKED else self._spawn
-        return start(module, arguments, {**self._environment, **environment})
+        variables = {**self._environment, **environment}
+        if role in FORKED:
+            return self._forks.start(module, arguments, variables)
+        return self._spawn((sys.executable, "-m", module, *arguments), variables)
+
+    def _tell(self, child: ServiceProcess) -> None:
+        """Write the first input of a command, in a thread: it may read late, or never."""
+        threading.Thread(target=child.write, args=(child.stdin,), name=f"stdin-{child.name}", daemon=True).start()
 
     def _read(self, child: ServiceProcess) -> None:
         output = child.process.stdout
@@ -116,10 +153,12 @@ class ServiceProcesses:
         )
         child.reader.start()
 
-    def _spawn(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def _spawn(
+        self, command: Sequence[str], environment: Mapping[str, str], *, reads: bool = False
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
+            list(command),
+            stdin=subprocess.PIPE if reads else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -134,6 +173,10 @@ class ServiceProcesses:
         """Return the running processes of a role."""
         return [child for child in self.all if child.role == role and child.code is None]
 
+    def named(self, name: str) -> ServiceProcess | None:
+        """Return the process `name`, if it was ever started."""
+        return next((child for child in self.all if child.name == name), None)
+
     def running(self) -> list[ServiceProcess]:
         """Return the running processes."""
         return [child for child in self.all if child.code is None]
@@ -145,9 +188,13 @@ class ServiceProcesses:
             time.sleep(0.05)
         return self.running()
 
-    def kill(self, *, spare_writers: bool = False) -> None:
-        """Kill the running processes and wait for their exit; `spare_writers`: not those that write a checkpoint."""
-        killed = [child for child in self.all if not (spare_writers and child.is_writing)]
+    def kill(self, names: Collection[str] | None = None, *, spare_writers: bool = False) -> None:
+        """Kill the running processes, or those of `names`, and wait for their exit.
+
+        `spare_writers`: not those that write a checkpoint.
+        """
+        named = self.all if names is None else [child for child in self.all if child.name in names]
+        killed = [child for child in named if not (spare_writers and child.is_writing)]
         for child in killed:
             if child.code is None:
                 child.process.kill()

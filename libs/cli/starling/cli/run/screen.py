@@ -112,6 +112,8 @@ class PlainScreen:
             except BrokenPipeError:
                 # The reader of stdout has exited. The run continues, and its log files have every line.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            except OSError:
+                pass  # stdout is a file on a full disk: the thread that prints must go on reading its process's pipe
 
 
 class LiveScreen:
@@ -189,6 +191,8 @@ class LiveScreen:
             table.add_row("staleness", f"mean {mean:.2f}, most {most:.0f}{allowed}")
         for alarm in snapshot.alarms:
             table.add_row("alarm", Text(alarm, style="red"))
+        for notice in snapshot.notices:
+            table.add_row("fault", Text(notice, style="yellow"))
         if snapshot.step.get("filtered_share") is not None:
             table.add_row("filtered", f"{snapshot.step['filtered_share']:.0%} of the groups, for equal rewards")
         for summary in snapshot.evaluations:

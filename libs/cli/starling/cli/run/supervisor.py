@@ -11,6 +11,9 @@ working, find it at the same address. A process that exits because of a wrong se
 
 With exit code 75 a process asks for its restart, such as the controller after an I/O error of its journal.
 
+The controller runs on this machine. Replicas are placed by a launcher (`launch.launcher`), by default on this machine
+too; one that its engine lost, such as with its node, is restarted as one that was killed.
+
 A process that died `launch.max_restarts` times within `launch.restart_window_s` is not restarted: the run continues
 without a rollout or a teacher while there is another one, and fails without any other process.
 """
@@ -19,34 +22,37 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import stat
 import time
 from types import FrameType
 
+from starling.cli.launch.interface import Ended, Launcher, LaunchError, LaunchSite
+from starling.cli.launch.launchers import make_launcher
 from starling.cli.recipe.schema import MODEL_FOLDER, Recipe
 from starling.cli.run.attempt import OBSERVER, Attempt, iter_metrics
-from starling.cli.run.gpus import devices_of
-from starling.cli.run.processes import FORKED, ServiceProcess, ServiceProcesses
+from starling.cli.run.page import NAME as PAGE
+from starling.cli.run.page import RunPage
+from starling.cli.run.placements import first_placements, placement_of
+from starling.cli.run.processes import ServiceProcess, ServiceProcesses
+from starling.cli.run.replicas import Replica, Replicas, missing, unneeded
 from starling.cli.run.restarts import Restarts
 from starling.cli.run.screen import Screen, make_screen
 from starling.common.counts import counted
-from starling.common.errors import StarlingError
+from starling.common.errors import ConfigError, StarlingError
 from starling.common.kinds import RunKind
 from starling.common.net.telemetry import TelemetrySubscriber
 from starling.common.observe.process import EXIT_RESTART, EXIT_USAGE, REPEATABLE_STOP_SIGNAL, STOP_S
+from starling.common.wire.telemetry import RunSnapshot
 
 POLL_S = 0.1
-START_S = 60.0
-"""Longest start of a controller, besides the time to read what earlier incarnations have left."""
 READ_BYTES_PER_S = 1e6
 """Least speed at which a controller reads an old journal, which was never compacted, and metrics.jsonl."""
+DOES_NOT_LISTEN = "the controller did not listen"
+REMEDY = "raise network.connect_s if the machine is busy or its disk is slow"
 LEAVE_S = 5.0
 REPLACEABLE = ("policy", "rollout", "teacher")
 """Roles whose replicas can replace each other."""
-ONCE = ("model", "harness")
-"""Processes that are not restarted."""
 ENDING = ("draining", "over")
 """Phases of a run in which nothing is restarted."""
 
@@ -58,10 +64,13 @@ def kept_at_stop(kind: RunKind) -> str:
     return "the active step, then a checkpoint" if kind.trains else "answered prompts are kept"
 
 
-def start_limit_s(attempt: Attempt) -> float:
-    """Return how long the controller may take until it listens; it reads its journal and its metrics before."""
+def start_limit_s(attempt: Attempt, connect_s: float) -> float:
+    """Return how long the controller may take until it listens, in seconds.
+
+    `connect_s`, as for a replica that is started by hand, and the time to read its journal and its metrics before.
+    """
     files = [path for path in (attempt.journal, attempt.metrics) if path.exists()]
-    return START_S + sum(path.stat().st_size for path in files) / READ_BYTES_PER_S
+    return connect_s + sum(path.stat().st_size for path in files) / READ_BYTES_PER_S
 
 
 class ProcessFailedError(StarlingError):
@@ -81,6 +90,10 @@ class Supervisor:
         self.recipe, self.attempt = recipe, attempt
         self.screen: Screen = make_screen(recipe.launch.screen, recipe, attempt.folder)
         self.children = ServiceProcesses(attempt.logs, recipe.launch.num_threads, self.screen.line)
+        self.replicas = Replicas()
+        self._page = RunPage(attempt, self.children, self.screen.say)
+        site = LaunchSite(recipe, attempt, self.children, self.screen.say)
+        self._launcher: Launcher = make_launcher(recipe.launch.launcher, site)
         self._restarts = Restarts(recipe.launch.max_restarts, recipe.launch.restart_window_s)
         self._phase = ""
         self._joined: set[str] = set()
@@ -110,6 +123,8 @@ class Supervisor:
                     self._await_writes()
                     raise
         finally:
+            self._page.close()
+            self._launcher.close()
             self.children.kill()
             self._stop_watching()
             os.close(lock)
@@ -138,38 +153,22 @@ class Supervisor:
 
     def _start(self) -> None:
         recipe, folder = self.recipe, self.attempt.folder
-        names = [(role, f"{role}-{i}") for role, num in recipe.replicas.items() for i in range(num)]
-        self.attempt.prepare(recipe, [name for _, name in names])
+        names = [f"{role}-{i}" for role, num in recipe.replicas.items() for i in range(num)]
+        self.attempt.prepare(recipe, names)
         self.attempt.address.unlink(missing_ok=True)  # of an earlier controller
         common = ["--config", str(self.attempt.config), "--dir", str(folder)]
         # Given when the run is resumed, when the configuration is written already.
         accepts = ["--controller.accept-changed-data=true"] if recipe.controller.accept_changed_data else []
-        self.children.start("controller", "controller", [*common, *accepts])
+        # A signal that stops this run comes from here, and is no failure.
+        own = ["--controller.stopped-exit-code=0"] if recipe.controller.stopped_exit_code else []
+        self.children.start("controller", "controller", [*common, *accepts, *own])
         address = self._await_address(self._make_model())
-        # Those of the fork server come last: the start of the first one waits until the server has imported everything.
-        for role, name in sorted(names, key=lambda one: one[0] in FORKED):
-            devices = _devices(recipe, role, name)
-            arguments = [*common, "--name", name, "--controller", address, *self._nodes_of(role, common, name, address)]
-            self.children.start(name, role, arguments, environment=devices)
+        for placement in first_placements(recipe, self.attempt, address):
+            self._launcher.start(placement)
+            self.replicas.add(Replica(placement))
+        if recipe.launch.dashboard:
+            self._page.start(recipe.launch.dashboard_port)
         self._watch_controller()
-
-    def _nodes_of(self, role: str, common: list[str], name: str, address: str) -> list[str]:
-        """Return the flags of a replica's first node, if it has several, and say how the others are started."""
-        launch = self.recipe.launch
-        of_role = {
-            "policy": (launch.policy_nodes, launch.policy_rdzv),
-            "rollout": (launch.rollout_nodes, launch.rollout_rdzv),
-        }
-        num, rdzv = of_role.get(role, (1, ""))
-        if num == 1:
-            return []
-        command = ["starling", role, *common, "--name", name, "--controller", address]
-        nodes = f"--nnodes {num} --node-rank {{}} --rdzv {rdzv}"
-        self.screen.say(
-            f"{name} waits for {counted(num - 1, 'node')}; on each host: {shlex.join(command)} {nodes.format('I')} "
-            f"--network.host ITS_ADDRESS, with I = 1{'' if num == 2 else f' to {num - 1}'}"
-        )
-        return nodes.format(0).split()
 
     def _make_model(self) -> ServiceProcess | None:
         """Start a process that makes the model's folder, for [model.scratch]: this process has to stay responsive."""
@@ -180,23 +179,22 @@ class Supervisor:
 
     def _await_address(self, model: ServiceProcess | None) -> str:
         """Wait until the controller listens and the model's folder is there. Returns the controller's address."""
-        limit_s = start_limit_s(self.attempt)
+        limit_s = start_limit_s(self.attempt, self.recipe.network.connect_s)
         deadline = time.monotonic() + limit_s
         while not self.attempt.address.exists() or (model is not None and model.code is None):
             for child in self.children.all:
                 if child.code is not None and (child.code != 0 or child is not model):
-                    raise ProcessFailedError(self._report(child))
+                    raise ProcessFailedError(self._report(child.name, child.ending()))
             if self._interrupts:
                 raise InterruptedRunError("stopped before the run began; there is nothing to save")
             if time.monotonic() > deadline:
-                raise ProcessFailedError(
-                    f"the run could not begin: the controller did not listen within {limit_s:.0f} s"
-                )
+                does = "the model's folder was not made" if self.attempt.address.exists() else DOES_NOT_LISTEN
+                raise ProcessFailedError(f"the run could not begin: {does} within {limit_s:g} s; {REMEDY}")
             time.sleep(0.02)
         if model is not None and model.code != 0:
-            raise ProcessFailedError(self._report(model))
+            raise ProcessFailedError(self._report(model.name, model.ending()))
         address: str = self.attempt.read_address()["address"]
-        self._port = address.rpartition(":")[2]
+        self._address, self._port = address, address.rpartition(":")[2]
         return address
 
     # --- watch -----------------------------------------------------------------------------------------------------
@@ -208,16 +206,69 @@ class Supervisor:
     def _supervise(self) -> None:
         while not self._is_over:
             self._look()
+            self._page.look()
             self._check_stop()
-            for child in self.children.all:
-                if child.code is not None and not child.reported and not self._is_over:
-                    child.reported = True
-                    self._ended(child)
-            for child in self.children.all:
-                if child.due is not None and child.due <= time.monotonic():
-                    self._start_again(child)
+            self._look_at_processes()
+            if not self._is_over:
+                self._look_at_replicas()
             self.on_poll()
         self._conclude()
+
+    def _look_at_processes(self) -> None:
+        """Handle the exits of the processes that are no replicas, the controller first, and restart it when due."""
+        for child in self.children.all:
+            is_other = child.name in self.replicas or child.name == PAGE
+            if child.code is not None and not child.reported and not is_other and not self._is_over:
+                child.reported = True
+                self._process_ended(child)
+        if self._controller.due is not None and self._controller.due <= time.monotonic():
+            # The replicas know it by its port.
+            self.children.restart(self._controller, "--network.port", self._port)
+            limit_s = start_limit_s(self.attempt, self.recipe.network.connect_s)
+            self._stopping, self._listen_by = False, time.monotonic() + limit_s
+
+    def _look_at_replicas(self) -> None:
+        """Handle the ends of replicas, and start again those that are due."""
+        for replica in self._newly_ended():
+            self._replica_ended(replica)
+        for replica in self.replicas:
+            if replica.due is not None and replica.due <= time.monotonic():
+                self._joined.discard(replica.name)
+                self._place(replica)
+
+    def _scale(self, snapshot: RunSnapshot) -> None:
+        """Place the replicas that the run lacks, as the controller says, and end those that no controller drains."""
+        for name in snapshot.draining:
+            if name in self.replicas:
+                self.replicas[name].is_drained = True
+        members = {replica.name for replica in snapshot.replicas} - set(snapshot.draining)
+        for role, num in snapshot.desired.items():
+            for replica in unneeded(self.replicas, members, role, num):
+                replica.is_drained, replica.due = True, None
+                self._launcher.stop(replica.name)
+            for name in missing(self.replicas, members, role, num):
+                replica = Replica(placement_of(self.recipe, self.attempt, self._address, role, name))
+                self.replicas.add(replica)
+                self.screen.say(f"{name} is placed: {num} of its role are desired")
+                self._place(replica)
+
+    def _newly_ended(self) -> list[Replica]:
+        """Return the replicas that have ended since the last call, after all of them are marked so."""
+        newly = [(self.replicas[ended.name], ended) for ended in self._launcher.poll() if ended.name in self.replicas]
+        for replica, ended in newly:
+            replica.ended = ended
+        return [replica for replica, _ in newly]
+
+    def _place(self, replica: Replica) -> None:
+        """Start a replica during the run; when the launcher cannot, that counts as a death."""
+        replica.ended, replica.due = None, None
+        try:
+            if self.recipe.network.curve:
+                self.attempt.add_key(replica.name)
+            self._launcher.start(replica.placement)
+        except (LaunchError, ConfigError) as error:
+            replica.ended = Ended(replica.name, None, f"could not be started ({error})")
+            self._replica_ended(replica)
 
     @property
     def _is_over(self) -> bool:
@@ -232,6 +283,8 @@ class Supervisor:
                 self._phase = snapshot.phase
                 self._joined |= {replica.name for replica in snapshot.replicas}
                 self.screen.show(snapshot)
+                if (snapshot.desired or snapshot.draining) and self._phase not in ENDING and not self.stopping:
+                    self._scale(snapshot)
             return
         time.sleep(POLL_S)
         if self._controller.due is not None:
@@ -239,8 +292,8 @@ class Supervisor:
         if self.attempt.address.exists():
             self._watch_controller()
         elif self._controller.code is None and time.monotonic() > self._listen_by:
-            limit_s = start_limit_s(self.attempt)
-            raise ProcessFailedError(f"the controller was restarted and did not listen within {limit_s:.0f} s")
+            limit_s = start_limit_s(self.attempt, self.recipe.network.connect_s)
+            raise ProcessFailedError(f"after its restart {DOES_NOT_LISTEN} within {limit_s:g} s; {REMEDY}")
 
     def _watch_controller(self) -> None:
         addresses = self.attempt.read_address()
@@ -271,29 +324,50 @@ class Supervisor:
 
     # --- ends and restarts -----------------------------------------------------------------------------------------
 
-    def _ended(self, child: ServiceProcess) -> None:
-        """Handle the exit of a process. Raises ProcessFailedError when the run has failed with it."""
+    def _process_ended(self, child: ServiceProcess) -> None:
+        """Handle the exit of a process that is no replica. Raises ProcessFailedError when the run failed with it."""
         code = child.code
         assert code is not None
         if child is self._controller:
             if (code < 0 or code == EXIT_RESTART) and self._phase not in ENDING:
-                self._restart_later(child)
+                child.due = self._restart_at(child.name, child.ending())
+            if child.due is not None:
+                self._stop_watching()
+                self.attempt.address.unlink(missing_ok=True)
+        elif code != 0 and self._phase in ENDING:
+            self.screen.say(f"{child.name} {child.ending()}; the run is ending without it")
+        elif code != 0:
+            self._fail(child.name, child.ending())
+
+    def _replica_ended(self, replica: Replica) -> None:
+        """Handle the end of a replica. Raises ProcessFailedError when the run has failed with it."""
+        ended = replica.ended
+        assert ended is not None
+        if replica.is_drained:
+            self.screen.say(f"{replica.name} was drained")
             return
-        if code == 0:
+        if ended.code == 0:
             return
         if self._phase in ENDING:
-            child.spared = True
-            self.screen.say(f"{child.name} {child.ending()}; the run is ending without it")
+            replica.spared = True
+            self.screen.say(f"{replica.name} {ended.reason}; the run is ending without it")
             return
-        if child.role not in ONCE and code != EXIT_USAGE and self._restart_later(child):
+        if ended.code != EXIT_USAGE:
+            replica.due = self._restart_at(replica.name, ended.reason)
+            if replica.due is not None:
+                return
+        was_killed = ended.code is None or ended.code < 0 or ended.code == EXIT_RESTART
+        if was_killed and replica.role in REPLACEABLE and self.replicas.placed(replica.role):
+            replica.spared = True
+            self.screen.say(f"{replica.name} {ended.reason}; the others take over its work")
             return
-        if (code < 0 or code == EXIT_RESTART) and child.role in REPLACEABLE and self.children.of(child.role):
-            child.spared = True
-            self.screen.say(f"{child.name} {child.ending()}; the others take over its work")
-            return
+        self._fail(replica.name, ended.reason)
+
+    def _fail(self, name: str, ending: str) -> None:
+        """Raise ProcessFailedError for the end of `name`, unless the controller ends: then it says why."""
         self._await_controller(1.0)
         if self._controller.code is None:
-            raise ProcessFailedError(self._report(child))
+            raise ProcessFailedError(self._report(name, ending))
 
     def _await_controller(self, timeout_s: float) -> None:
         """Wait for the controller to exit: a replica that leaves because the run failed is not the cause."""
@@ -301,48 +375,50 @@ class Supervisor:
         while self._controller.code is None and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _restart_later(self, child: ServiceProcess) -> bool:
-        """Schedule a restart of `child` after a backoff. Returns False when it died too often."""
+    def _restart_at(self, name: str, ending: str) -> float | None:
+        """Return when `name` is restarted (monotonic seconds), after a backoff; None when it died too often."""
         now = time.monotonic()
-        delay_s = self._restarts.delay_s(child.name, now)
+        delay_s = self._restarts.delay_s(name, now)
         if delay_s is None:
-            return False
-        if child is self._controller:
-            self._stop_watching()
-            self.attempt.address.unlink(missing_ok=True)
+            return None
         self.screen.say(
-            f"{child.name} {child.ending()}; restarting it in {delay_s:g} s "
-            f"({self._restarts.count(child.name)} of {self.recipe.launch.max_restarts} times)"
+            f"{name} {ending}; restarting it in {delay_s:g} s "
+            f"({self._restarts.count(name)} of {self.recipe.launch.max_restarts} times)"
         )
-        child.due = now + delay_s
-        return True
-
-    def _start_again(self, child: ServiceProcess) -> None:
-        if child is not self._controller:
-            self._joined.discard(child.name)
-            self.children.restart(child)
-            return
-        # The replicas know it by its port.
-        self.children.restart(child, "--network.port", self._port)
-        self._stopping, self._listen_by = False, time.monotonic() + start_limit_s(self.attempt)
+        return now + delay_s
 
     def _conclude(self) -> None:
         """Handle the final exit of the controller, with the run or by a failure."""
         controller = self._controller
+        self._page.close()
         self._await_writes()
+        self._newly_ended()
         if controller.code != 0:
             # A replica's own error explains more than the controller's report of its loss.
-            failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
-            raise ProcessFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
+            failed = [replica for replica in self.replicas if replica.has_failed] if controller.code == 1 else []
+            cause = failed[0] if failed else controller
+            raise ProcessFailedError(self._report(cause.name, cause.ending()))
         saved = iter_metrics(self.attempt.metrics, "step", "checkpoint")
         if self._interrupts and self.recipe.kind.trains and not any(saved):
             raise InterruptedRunError("stopped before the first step; there is nothing to save")
         for child in self.children.running():
             if child.name not in self._joined:  # restarted too late to join: no message would end it
                 child.process.kill()
-        left = self.children.wait(0.0 if self._interrupts else LEAVE_S)
+        left = self._await_ends(0.0 if self._interrupts else LEAVE_S)
         if left and not self._interrupts:
-            self.screen.say(f"{', '.join(child.name for child in left)} did not exit after the run, and is killed")
+            are = "are" if left[1:] else "is"
+            self.screen.say(f"{', '.join(left)} did not exit after the run, and {are} killed")
+
+    def _await_ends(self, timeout_s: float) -> list[str]:
+        """Wait until all processes and replicas have ended, at most `timeout_s`. Returns the names of the others."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._newly_ended()
+            running = {child.name for child in self.children.running()}
+            left = [*running, *(one.name for one in self.replicas.placed() if one.name not in running)]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.05)
 
     def _await_writes(self) -> None:
         """Wait for policies that still write a state or a checkpoint. Raises InterruptedRunError after Ctrl-C twice."""
@@ -362,15 +438,19 @@ class Supervisor:
                 raise InterruptedRunError("killed by a second Ctrl-C; what was being written is not complete")
             time.sleep(POLL_S)
 
-    def _report(self, child: ServiceProcess) -> str:
+    def _report(self, name: str, ending: str) -> str:
+        """Return why the run failed with the end of `name`, with the last lines of its log if they are here."""
+        count = self._restarts.count(name)
+        ending = f"{name} {ending}" + (f" after {counted(count, 'restart')}" if count else "")
+        child = self.children.named(name)
+        if child is None:
+            return ending
         if child.reader is not None:
             child.reader.join(1.0)
-        log = self.attempt.logs / f"{child.name}.log"
+        log = self.attempt.logs / f"{name}.log"
         lines = [line for line in child.last_lines if line.strip()]
-        prefixes = (f"starling {child.name}: ", "starling: ")
+        prefixes = (f"starling {name}: ", "starling: ")
         sentence = next((line for line in reversed(lines) if line.startswith(prefixes)), None)
-        count = self._restarts.count(child.name)
-        ending = f"{child.name} {child.ending()}" + (f" after {counted(count, 'restart')}" if count else "")
         if sentence is not None:
             return f"{ending}: {sentence.partition(': ')[2]}\n  its log: {log}"
         shown = "\n".join(f"  | {line}" for line in lines[-15:])
@@ -382,16 +462,6 @@ class Supervisor:
             if self.stopping:  # the kernel and the shell both send it: no second Ctrl-C
                 return
         self.stop()
-
-
-def _devices(recipe: Recipe, role: str, name: str) -> dict[str, str]:
-    """Return the environment with the GPUs of a replica; empty for one that sees all."""
-    launch = recipe.launch
-    if role == "policy":
-        return devices_of(name, launch.gpus_per_policy)
-    if role == "rollout":
-        return devices_of(name, launch.gpus_per_rollout, launch.num_policies * launch.gpus_per_policy)
-    return {}
 
 
 def _leave_terminal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +13,8 @@ from pydantic.fields import FieldInfo
 
 from starling.cli.recipe.schema import Recipe
 from starling.common.setting_docs import setting_texts
-from starling.common.settings import item_of, section_of, type_name
+from starling.common.setting_fields import item_of, section_of
+from starling.common.settings import type_name
 
 CHOICES: Final[dict[str, Any]] = {
     "data.source": "reasoning_gym:spell_backward",
@@ -65,7 +67,7 @@ def _section(key: str, header: str, schema: type[BaseModel], default: Any, prese
         yield from _comment(texts[name])
         yield f"# Type: {type_name(field.annotation)}."
         absent = value is None
-        yield f"{'#' if absent else off}{name} = {_toml('' if absent else value)}"
+        yield f"{'#' if absent else off}{name} = {toml_value('' if absent else value)}"
     for arguments in below:
         yield from _section(*arguments)
 
@@ -82,14 +84,18 @@ def _is_present(key: str, field: FieldInfo) -> bool:
     return key in PRESENT or _default(field) is not None
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """Return `value` as an inline TOML value."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(str(key))} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, float):
         return repr(value)  # also inf and nan
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML allows it only so
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else str(toml_value(name))

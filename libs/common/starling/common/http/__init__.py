@@ -1,1 +1,1 @@
-"""HTTP servers of services: thread, address, and limits on connections. Needs uvicorn."""
+"""HTTP servers of services: thread, address, and limits on connections. All but `small` need uvicorn."""

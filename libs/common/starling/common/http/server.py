@@ -13,7 +13,6 @@ import uvicorn
 
 from starling.common.errors import ConfigError
 from starling.common.http.protocol import limited_protocol, most_connections
-from starling.common.service import host_name
 
 START_S: Final = 30
 CLOSE_S: Final = 5
@@ -161,5 +160,5 @@ def replica_port(port: int, replica: str) -> int:
 def client_host(host: str) -> str:
     """Return the host name by which clients reach a server that is bound to `host`."""
     if host in ("", "0.0.0.0", "::"):
-        return host_name()
+        return socket.gethostname()
     return f"[{host}]" if ":" in host else host

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,6 +72,8 @@ class AllowList:
         self._refused: set[str] = set()
         self._barred: set[str] = set()
         """Public keys whose holders sent what no replica sends; they connect no more while this controller runs."""
+        self.on_refusal: Callable[[str], None] = lambda text: None
+        """Told in words of each refusal, in the authenticator's thread."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client with the public key `key` (Z85) may connect; each refusal is logged once."""
@@ -82,6 +85,11 @@ class AllowList:
             return False
         if name is not None and (domain == TELEMETRY_DOMAIN or may_send(name)):
             return True
+        self.on_refusal(
+            f"{name} may only subscribe to the telemetry, and is refused as a replica"
+            if name is not None
+            else f"a service with an unknown key is refused (public key {text}); give it its key file of this run"
+        )
         if text not in self._refused and len(self._refused) < MAX_REFUSALS:
             self._refused.add(text)
             if name is None:
@@ -116,14 +124,14 @@ class AllowList:
         log.info("read the allow-list again", added=added, revoked=revoked)
         return True
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _look(self) -> tuple[int, ...] | None:
         if self._folder is None:
             return None
         try:
             found = (self._folder / ALLOWED).stat()
         except OSError:
             return None  # it is being replaced, or was moved away: its last content stays in force
-        return found.st_mtime_ns, found.st_ino, found.st_size
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size  # ctime: it may be given to this user
 
 
 def load_key(path: Path) -> KeyFile:

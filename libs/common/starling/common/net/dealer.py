@@ -9,6 +9,7 @@ a connection that closes discards the messages *received* over it, and a full qu
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from starling.common.errors import RefusedError, UnreachableError
 from starling.common.net import curve
 from starling.common.net.frames import receive, send
+from starling.common.net.handshakes import BrokenHandshakes
 from starling.common.wire import codec
 
 RECONNECT_MS: Final = (50, 150)
@@ -47,6 +49,7 @@ _EVENTS: Final = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
 
@@ -56,9 +59,14 @@ class Dealer:
     def __init__(self, address: str, name: str, key: curve.KeyFile | None) -> None:
         """Begin to connect to `address` as `name`. Raises UnreachableError if `address` is malformed."""
         self._address, self._name = address, name
+        self._server_key = "" if key is None else key.controller_public
         self.connected = False
         """Whether there is a connection, as of the last event that was read."""
-        self._ever_connected = self._reconnected = self._refused = False
+        self._ever_connected = self._reconnected = False
+        self._refusal = ""
+        """Why the controller accepts no message of this process."""
+        self._broken_off = BrokenHandshakes()
+        self._is_unproven_known = False
         self._idle = True  # nothing was sent yet
         self._context: zmq.Context[Any] = zmq.Context()
         self.socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
@@ -84,13 +92,22 @@ class Dealer:
         Raises RefusedError if the controller does not accept the key.
         """
         self._take_events()
-        if self._refused:
-            raise RefusedError(
-                f"the controller at {self._address} refuses the key of {self._name}; "
-                "use the key file that was made for this name in this run"
-            )
+        if self._refusal:
+            raise RefusedError(self._refusal)
         reconnected, self._reconnected = self._reconnected, False
         return reconnected
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether the other end has broken off every handshake for long: it may not have the controller's key."""
+        return self._broken_off.is_lasting(time.monotonic())
+
+    def new_problem(self) -> str:
+        """Return in one sentence that the controller is not proven; once until the next connection, empty otherwise."""
+        if self._is_unproven_known or not self.is_unproven:
+            return ""
+        self._is_unproven_known = True
+        return self._unproven()
 
     def send(self, frames: Sequence[bytes | memoryview]) -> bool:
         """Send one message, if there is a connection. Returns False if there is none.
@@ -110,14 +127,46 @@ class Dealer:
             event = parse_monitor_message(received[0])["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = self._ever_connected = self._reconnected = True
+                self._is_unproven_known = False
+                self._broken_off.clear()
             elif event == zmq.EVENT_DISCONNECTED:
                 self.connected = self._reconnected = False
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._broken_off.add(time.monotonic())
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or not self._ever_connected:
                 # While a controller is away, another program may answer at its port for a moment: that is no refusal.
-                self._refused = True
+                self._refusal = self._refused(is_key=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+    def _refused(self, *, is_key: bool) -> str:
+        """Return the error sentence for a controller that accepts no message."""
+        if is_key:
+            return (
+                f"the controller at {self._address} refuses the key of {self._name}; "
+                "use the key file that was made for this name in this run"
+            )
+        own = "CURVE" if self._server_key else "no CURVE"
+        return (
+            f"the controller at {self._address} and {self._name}, which uses {own}, cannot connect; "
+            "set network.curve to the same value for both, and check the address"
+        )
+
+    def _unproven(self) -> str:
+        """Return the sentence for another end that breaks off every handshake."""
+        if not self._server_key:
+            return (
+                f"the controller at {self._address} breaks off each connection of {self._name}, which uses no CURVE; "
+                "set network.curve to the same value for both, and check the address, and that the controller runs"
+            )
+        return (
+            f"the controller at {self._address} does not prove to {self._name} that it has the key "
+            f"{self._server_key}, or something between them closes the connections; use the key file that was made for "
+            "this name in this run, and check the address, and that the controller runs"
+        )
 
     def unreachable(self, why: str) -> str:
-        """Return the error sentence for a controller that does not answer."""
+        """Return the error sentence for a controller that does not answer, which `why` is about."""
+        if self.is_unproven:
+            return f"{self._unproven()} ({why})"
         return (
             f"the controller at {self._address} cannot be reached by {self._name} ({why}); "
             "check the address, that the controller runs, and that the key file was made for this run"

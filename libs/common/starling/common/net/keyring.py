@@ -2,7 +2,7 @@
 
 Every file is written under a temporary name and then renamed: a running controller that reads the folder sees the old
 file or the new one. `allowed.json` is written last when a key is created and first when one is revoked, so that no key
-is allowed whose file is missing.
+is allowed whose file is missing. Root writes them for the owner of the folder, whose user is that of the services.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _write_keys(folder: Path, names: Sequence[str], *, replace: bool) -> None:
             public, secret = _pair()
             allowed[public] = name
             key = KeyFile(name=name, public=public, secret=secret, controller_public=controller.public)
-            write_whole(folder / f"{name}.json", msgspec.json.encode(key), private=True)
-        write_whole(folder / ALLOWED, msgspec.json.encode(allowed), private=True)
+            write_whole(folder / f"{name}.json", msgspec.json.encode(key), private=True, owner_of=folder)
+        write_whole(folder / ALLOWED, msgspec.json.encode(allowed), private=True, owner_of=folder)
 
 
 def list_keys(folder: Path) -> list[KeyEntry]:
@@ -100,7 +100,7 @@ def _revoke(folder: Path, names: Sequence[str]) -> None:
             if name not in known:
                 raise ConfigError(f"{folder} allows no key of {name}; it allows {', '.join(known) or 'no key'}")
         allowed = {public: name for public, name in allowed.items() if name not in names}
-        write_whole(folder / ALLOWED, msgspec.json.encode(allowed), private=True)
+        write_whole(folder / ALLOWED, msgspec.json.encode(allowed), private=True, owner_of=folder)
         for name in names:
             (folder / f"{name}.json").unlink(missing_ok=True)
 
@@ -119,7 +119,7 @@ def _controller(folder: Path, allowed: dict[str, str]) -> KeyFile:
         raise ConfigError(f"{path} is missing, and the keys in {folder} depend on it; put it back, or make new keys")
     public, secret = _pair()
     key = KeyFile(name=CONTROLLER, public=public, secret=secret, controller_public=public)
-    write_whole(path, msgspec.json.encode(key), private=True)
+    write_whole(path, msgspec.json.encode(key), private=True, owner_of=folder)
     return key
 
 

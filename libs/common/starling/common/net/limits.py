@@ -74,7 +74,17 @@ class PeerAllowance:
     Counting a message is then three subtractions. In a time t a peer may send at most `rate * t` plus two bursts.
     """
 
-    __slots__ = ("dropped", "limits", "num_bytes", "num_messages", "num_seconds", "over", "refused_at", "since")
+    __slots__ = (
+        "asked_at",
+        "dropped",
+        "limits",
+        "num_bytes",
+        "num_messages",
+        "num_seconds",
+        "over",
+        "refused_at",
+        "since",
+    )
 
     def __init__(self, limits: RateLimits, now: float) -> None:
         self.limits, self.since = limits, now
@@ -86,6 +96,8 @@ class PeerAllowance:
         """Messages that were dropped since then."""
         self.refused_at = float("-inf")
         """When its holder was last told why it is refused."""
+        self.asked_at: dict[bool, float] = {}
+        """When its holder was last sent the settings of its role, without and with the files of the model."""
 
     def refill(self, now: float) -> bool:
         """Refill the buckets. Returns whether the message that was counted last is within the limits."""

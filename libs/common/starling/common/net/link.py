@@ -30,6 +30,7 @@ import msgspec
 import structlog
 import zmq
 
+from starling.common.counts import counted
 from starling.common.errors import RefusedError, StarlingError, UnreachableError, WireError
 from starling.common.leases.membership import MAX_SEQ
 from starling.common.leases.table import LeaseTable
@@ -46,6 +47,7 @@ from starling.common.wire.messages import (
     Heartbeat,
     HeldLease,
     LeasedCommand,
+    ProfileReport,
     Status,
     Up,
     Wait,
@@ -91,7 +93,7 @@ class LinkClosed:
     error: StarlingError | None = None
 
 
-Inbound = ReceivedCommand | CancelledLeases | LinkClosed
+Inbound = ReceivedCommand | CancelledLeases | LinkClosed | messages.Profile
 
 
 @dataclass
@@ -104,6 +106,7 @@ class ReportedState:
     waits: tuple[Wait, ...] = ()
     waits_at: float = 0.0
     """When `waits` were reported, in monotonic seconds."""
+    profile: ProfileReport | None = None
 
     def update(
         self,
@@ -131,6 +134,7 @@ class ReportedState:
             gauges=dict(self.gauges),
             offered=self.offered,
             waits=aged(self.waits, now - self.waits_at),
+            profile=self.profile,
         )
 
 
@@ -189,6 +193,21 @@ class ControllerLink:
     def connected(self) -> bool:
         """Whether there is a connection to a controller, as of the heartbeat thread's last check."""
         return self._dealer is not None and self._dealer.connected
+
+    @property
+    def joined(self) -> bool:
+        """Whether the controller has welcomed this replica, as of the last message of it that was read."""
+        return self._welcomed
+
+    def describe(self) -> str:
+        """Return in one line what the heartbeats report."""
+        with self._lock:
+            num, waits, version = len(self._leases.held()), self._state.waits, self._state.version
+        parts = ["joined" if self._welcomed else f"not joined to {self._settings.controller}"]
+        parts += [f"version {version}"] if version >= 0 else []
+        parts += [counted(num, "lease")]
+        parts += [f"waits for {wait.what} on {wait.on}" for wait in waits[:1]]
+        return ", ".join(parts)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -288,6 +307,12 @@ class ControllerLink:
         with self._lock:
             self._state.update(version, gauges, offered, waits, time.monotonic())
 
+    def report_profile(self, profile: ProfileReport) -> None:
+        """Report the newest profile of this process in all heartbeats to come, of which the next one is due now."""
+        with self._lock:
+            self._state.profile = profile
+            self._sent_at = float("-inf") if self._welcomed else self._sent_at
+
     def close(self, reason: str) -> None:
         """Send `Leave`, flush the last messages (for at most 1 s), and end the heartbeat thread."""
         self._closing.set()
@@ -343,7 +368,8 @@ class ControllerLink:
         if self._welcomed:
             self._send(self._state.heartbeat(self._leases.held(), now))
         else:
-            self._send(msgspec.structs.replace(self._hello, version=self._state.version), self._hello_buffers)
+            hello = msgspec.structs.replace(self._hello, version=self._state.version, clock_s=time.time())
+            self._send(hello, self._hello_buffers)
         self.fence.sent(self._seq, now)
 
     def _send_again(self, now: float) -> None:
@@ -362,6 +388,9 @@ class ControllerLink:
             self._sent_at = float("-inf")
             self._resend_all = True
             self._resend_at = time.monotonic() + RESEND_S
+        problem = dealer.new_problem()
+        if problem:
+            log.warning("controller_unproven", text=problem)
 
     def _check_silence(self, dealer: Dealer, now: float) -> None:
         if self._heard:
@@ -418,9 +447,11 @@ class ControllerLink:
         parts, _ = received
         try:
             envelope = codec.unpack_envelope(parts)
-            if envelope.protocol != PROTOCOL_VERSION or envelope.run != self._settings.run:
-                raise WireError(f"protocol {envelope.protocol}, run {envelope.run}: not ours")
             message = codec.unpack_down(parts)
+            is_ours = envelope.run == self._settings.run
+            # A controller of another version refuses this replica in a message of its own version.
+            if not is_ours or (envelope.protocol != PROTOCOL_VERSION and type(message) is not messages.Refused):
+                raise WireError(f"protocol {envelope.protocol}, run {envelope.run}: not ours")
         except WireError as error:
             log.warning("dropped a message", reason=str(error))
             return True
@@ -471,6 +502,8 @@ class ControllerLink:
                 self._end(reason, RefusedError(f"the controller refuses {self._settings.name}: {reason}"))
             case messages.Drain(reason=reason):
                 self._end(reason, None)
+            case messages.Profile():
+                self._inbox.append(message)
             case messages.ReleaseLeases(leases=leases):
                 cancelled = tuple(self._leases.release(leases))
                 if cancelled:

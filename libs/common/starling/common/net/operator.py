@@ -82,7 +82,10 @@ class OperatorClient:
             return  # it is sent again
 
     def _receive(self) -> OperatorReply | Refused | None:
-        """Return the next message for an operator, or None after a moment; other messages are ignored."""
+        """Return the next message for an operator, or None after a moment; other messages are ignored.
+
+        A controller of another version refuses in a message of its own version.
+        """
         received = receive(self._dealer.socket, 0)
         if received is None:
             return None
@@ -91,5 +94,8 @@ class OperatorClient:
             message = codec.unpack_down(received[0])
         except WireError:
             return None
-        ours = envelope.protocol == PROTOCOL_VERSION and envelope.run == self._run
-        return message if ours and isinstance(message, OperatorReply | Refused) else None
+        if envelope.run != self._run:
+            return None
+        if isinstance(message, Refused):
+            return message
+        return message if isinstance(message, OperatorReply) and envelope.protocol == PROTOCOL_VERSION else None

@@ -43,6 +43,7 @@ from starling.common.nodes.nodes import (
     pieces_of,
     set_limits,
 )
+from starling.common.observe.notify import NotifySocket
 from starling.common.observe.process import StopSignal
 from starling.common.service import NodeArguments, ServiceArguments
 from starling.common.settings import NetworkSettings, ServiceSettings
@@ -99,7 +100,7 @@ class NodeAgent:
         self._title = f"node {arguments.nodes.number} of {arguments.name}"
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save is for node 0
 
-    def run(self, stop: StopSignal) -> None:
+    def run(self, stop: StopSignal, notify: NotifySocket) -> None:
         """Serve one incarnation of the replica after the other, until node 0 ends all.
 
         Raises:
@@ -107,6 +108,7 @@ class NodeAgent:
             UnreachableError: node 0 could not be reached in time.
             RestartError: this node was stopped, and the replica goes on.
         """
+        self._notify = notify
         stop.deadline_s = self._leave_s + 2 * EXIT_S
         wakeup = Wakeup()
         stop.install(wakeup.set)
@@ -120,7 +122,9 @@ class NodeAgent:
         """Return the welcome of node 0; None when this process is stopped before."""
         deadline, asked = time.monotonic() + self._limit.seconds, 0.0
         log.info("joining", address=link.address)
+        self._notify.starting(f"looks for node 0 at {link.address}", self._limit.seconds)
         while not stop:
+            self._notify.turn(serves=False)
             now = time.monotonic()
             if now > deadline:
                 raise UnreachableError(
@@ -179,6 +183,7 @@ class NodeAgent:
         """Pass frames on until node 0 ends the ranks, a rank or node 0 is lost, or this node has to stop."""
         leave_by = None
         while True:
+            self._notify.turn(lambda: f"relays to node 0 at {link.address}")
             while link.received:
                 message, frame = link.received.popleft()
                 if isinstance(message, Refusal):
@@ -201,6 +206,7 @@ class NodeAgent:
                 return "lost"
             now = time.monotonic()
             if stop and leave_by is None:
+                self._notify.stopping(f"stopped by {stop.name}", self._leave_s + 2 * EXIT_S)
                 leave_by = now + self._leave_s + EXIT_S  # node 0 may be saving a state, for which it needs the ranks
             if leave_by is not None and now > leave_by:
                 return "stop"

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from starling.common.errors import ConfigError
 from starling.common.files import open_own
 from starling.common.observe import log as service_log
 from starling.common.observe.parent import die_with_parent
-from starling.common.observe.process import EXIT_FAILED
+from starling.common.observe.process import EXIT_FAILED, end_process
 
 END: Final = b""
 """Frame that ends a child."""
@@ -210,6 +209,4 @@ def _run_child(title: str, parent: int, output: int, log_form: Any, serve: Calla
     except Exception:  # noqa: BLE001 - the edge of the process: the traceback is the report
         structlog.get_logger(__name__).exception("failed")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        end_process(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import gc
 import logging
@@ -10,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Final, NoReturn
@@ -18,7 +19,7 @@ from typing import Final, NoReturn
 import setproctitle
 import structlog
 
-from starling.common.errors import RestartError, StarlingError
+from starling.common.errors import RestartError, StarlingError, StoppedError
 from starling.common.observe import log
 from starling.common.observe.terminal import printable
 
@@ -34,6 +35,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_RESTART = 75
 """A `RestartError`: the process is to be started again. It is EX_TEMPFAIL of sysexits.h."""
+DISK_FAULTS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a full or read-only disk: no faults of the code, so they have no traceback."""
 STOP_S = 25.0
 """How long a replica may take to exit gracefully; less than the half minute after which schedulers kill."""
 SWITCH_INTERVAL_S: Final = 0.0003
@@ -191,18 +194,34 @@ def run_service(name: str, body: Callable[[], None]) -> int:
     try:
         body()
     except StarlingError as error:
-        print(f"starling {name}: {printable(str(error))}", file=sys.stderr)
+        print(f"starling {name}: {printable(str(error))}", file=log.LogStream(sys.stderr))
         if isinstance(error, RestartError):
             return EXIT_RESTART
+        if isinstance(error, StoppedError):
+            return error.exit_code
         return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:
+            structlog.get_logger(__name__).exception("failed")
+            return EXIT_FAILED
+        print(f"starling {name}: {_disk_fault(error)}", file=log.LogStream(sys.stderr))
+        return EXIT_RESTART
     except Exception:  # noqa: BLE001 - the edge of the process: the traceback is the report
         structlog.get_logger(__name__).exception("failed")
         return EXIT_FAILED
     finally:
         faulthandler.cancel_dump_traceback_later()
     return 0
+
+
+def _disk_fault(error: OSError) -> str:
+    """Return the error sentence for a file that a full or read-only disk does not take."""
+    file = printable(str(error.filename or "a file"))
+    return (
+        f"{file} cannot be written ({error.strerror}); free some space, or make its volume writable, and start it again"
+    )
 
 
 @contextmanager
@@ -236,6 +255,7 @@ def end_process(code: int) -> NoReturn:
     and threads that hang on a dead peer are not waited for.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk is full
+            stream.flush()
     os._exit(code)

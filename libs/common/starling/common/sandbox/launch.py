@@ -218,9 +218,7 @@ class BoxProcess:
         """Exit status of the process; 128 and the signal's number if one killed it; None while it runs."""
         self._life = -1
         maps_users = os.getuid() == 0 and not _closed_to_others(isolates=sandboxing.isolates, prefixes=view.prefixes)
-        self._folder = None if sandboxing.isolates else tempfile.mkdtemp(prefix="starling-sandbox-")
-        if self._folder is not None and maps_users:
-            os.chown(self._folder, OWN_UID, OWN_UID)
+        self._folder = None if sandboxing.isolates else _own_folder(maps_users=maps_users)
         environment = scrubbed_environment(
             needs, self._folder or "/tmp", inherits_path=inherits_path, interpreter=interpreter
         )
@@ -243,20 +241,29 @@ class BoxProcess:
             printed,
             self._memory.entry,
         )
+        first = self._start(order, printed if output is None else -1)
+        self.pid = self._child.pid
+        """Process id of the outermost process."""
+        self._watch(order, first, nice)
+
+    def _start(self, order: _Order, printed: int) -> int | None:
+        """Start the process, and close the descriptor `printed` unless it is -1; return the id of the first inside."""
         try:
             self._child, first = order.start()
-        except BaseException:
+        except BaseException:  # raised again; nothing else closes the watch of the memory
             self._memory.close()
             raise
         finally:
-            if output is None:
+            if printed >= 0:
                 os.close(printed)
-        self.pid = self._child.pid
-        """Process id of the outermost process."""
+        return first
+
+    def _watch(self, order: _Order, first: int | None, nice: int) -> None:
+        """Set the priority of the process that was started, and watch its life and memory."""
         if nice:
             with contextlib.suppress(OSError):  # the kernel does not group, or has done it for this user just now
                 Path(f"/proc/{self.pid}/autogroup").write_text(str(nice))
-        if sandboxing.isolates and first is None:
+        if self.sandboxing.isolates and first is None:
             self._child.kill()
             self.status = self._child.wait(_KILLED_S)
             self.problem = order.problem or "it ended at once"
@@ -489,6 +496,14 @@ def _bubblewrap_entry(kind: Kind, source: str, target: str) -> list[str]:
         case "tmpfs":
             mode = "1777" if target in ("/tmp", "/dev/shm") else "0755"
             return ["--perms", mode, "--size", str(TMP_BYTES), "--tmpfs", target]
+
+
+def _own_folder(*, maps_users: bool) -> str:
+    """Make a temporary folder for a process that sees those of all, and return it."""
+    folder = tempfile.mkdtemp(prefix="starling-sandbox-")
+    if maps_users:
+        os.chown(folder, OWN_UID, OWN_UID)
+    return folder
 
 
 def _closed_to_others(*, isolates: bool, prefixes: Iterable[str] = ()) -> str:

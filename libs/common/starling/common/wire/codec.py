@@ -105,6 +105,7 @@ _BUFFERS_AFTER: Final[dict[type, Callable[[Any], int | Sequence[TensorMeta]]]] =
     messages.WeightsPublished: lambda message: 1,
     messages.RelayOffered: lambda message: 0 if message.problem else 1,
     messages.PublishWeights: lambda message: len(message.layouts),
+    messages.RoleSettings: lambda message: len(message.files),
     messages.AdoptWeights: lambda message: 2 + message.has_root_plan + len(message.relays),
 }
 """What follows a message, by its type: tensors that it describes, or a number of buffers; nothing follows others."""

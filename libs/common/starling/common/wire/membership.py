@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from starling.common.ids import Role
-from starling.common.wire.structs import HeldLease, ModelLimits, Status, Wait
+from starling.common.wire.structs import HeldLease, ModelFile, ModelLimits, ProfileReport, Status, Wait
+
+
+class RequestSettings(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="request_settings"):
+    """Asks for the settings of a replica with the sender's name. Sent by `starling join` before there is a replica, in
+    an envelope whose run is empty; answered by `RoleSettings`. It makes the sender no member, and changes nothing."""
+
+    with_model: bool = False
+    """Send the small files of the model folder, too."""
+
+
+class RoleSettings(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="settings"):
+    """Settings of one role, for a process that joins the run. Sent in answer to `RequestSettings`.
+
+    Buffers: the bytes of each of `files`.
+    """
+
+    sections: dict[str, Any] = {}
+    """The sections of the run's configuration that this role reads (values of TOML), without secrets, and without the
+    folders and addresses of the controller."""
+    withheld: tuple[str, ...] = ()
+    """Keys that are left out, because their values look like secrets."""
+    connected: bool = False
+    """Another process is connected with this name."""
+    files: tuple[ModelFile, ...] = ()
+    """Of the folder `model.path` of the controller's machine: configuration, tokenizer and templates, no weights."""
+    problem: str = ""
+    """Why there are no settings, or no files."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
@@ -35,6 +64,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
     (`folder_digests.model_digest`), 32 hexadecimal digits. Empty in other runs."""
     limits: ModelLimits | None = None
     """Policy of a run with steps of groups: what its model can read of them. Other results are refused."""
+    clock_s: float = 0.0
+    """Seconds since 1970 by the sender's clock when this was sent; 0 from one that does not say. Only compared with the
+    controller's clock, to report a wrong one: every deadline is in monotonic time."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="welcome"):
@@ -74,6 +106,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="heartb
     """Newest version that it offers; -1 for none."""
     waits: tuple[Wait, ...] = ()
     """Everything that it waits for now."""
+    profile: ProfileReport | None = None
+    """Its newest profile; absent before the first one."""
 
 
 class ReleaseLeases(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="release"):

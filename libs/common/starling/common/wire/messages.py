@@ -26,13 +26,26 @@ from starling.common.wire.membership import (
     Refused,
     ReleaseLeases,
     RequestHello,
+    RequestSettings,
+    RoleSettings,
     Sleep,
     Slept,
     Wake,
     Welcome,
     Woken,
 )
-from starling.common.wire.operations import ChangeSetting, OperatorReply, QueryRun, RequestEvaluation, RequestStop
+from starling.common.wire.operations import (
+    ChangeSetting,
+    DrainReplica,
+    OperatorReply,
+    Profile,
+    QueryRun,
+    RequestCheckpoint,
+    RequestEvaluation,
+    RequestProfile,
+    RequestStop,
+    ScaleReplicas,
+)
 from starling.common.wire.rollout import (
     GenerateGroup,
     GroupGenerated,
@@ -54,8 +67,10 @@ from starling.common.wire.structs import (
     Media,
     MediaInputs,
     ModelExperts,
+    ModelFile,
     ModelLimits,
     PartialCompletionMeta,
+    ProfileReport,
     Prompt,
     Sampling,
     ScoredTrajectory,
@@ -77,7 +92,16 @@ from starling.common.wire.weight_sync import (
     WeightsPublished,
 )
 
-OperatorMessage = QueryRun | ChangeSetting | RequestEvaluation | RequestStop
+OperatorMessage = (
+    QueryRun
+    | ChangeSetting
+    | RequestEvaluation
+    | RequestCheckpoint
+    | RequestStop
+    | RequestProfile
+    | ScaleReplicas
+    | DrainReplica
+)
 
 Up = (
     Hello
@@ -96,6 +120,7 @@ Up = (
     | CheckpointSaved
     | LeaseFailed
     | OperatorMessage
+    | RequestSettings
 )
 
 LeasedCommand = (
@@ -103,13 +128,13 @@ LeasedCommand = (
 )
 """The commands that hand out a lease."""
 
-Down = Welcome | RequestHello | Refused | LeasedCommand | ReleaseLeases | Drain | OperatorReply
+Down = Welcome | RequestHello | Refused | LeasedCommand | ReleaseLeases | Drain | OperatorReply | Profile | RoleSettings
 
 ALLOWED_MESSAGES: Final[dict[Role, frozenset[type]]] = {
     "controller": frozenset(),
     "policy": frozenset(
         {Hello, Heartbeat, Leave, StepTrained, WeightsPublished, WeightsAdopted, Slept, Woken, CheckpointSaved}
-        | {LeaseFailed}
+        | {LeaseFailed, RequestSettings}
     ),
     "rollout": frozenset(
         {
@@ -124,11 +149,22 @@ ALLOWED_MESSAGES: Final[dict[Role, frozenset[type]]] = {
             Slept,
             Woken,
         }
-        | {LeaseFailed}
+        | {LeaseFailed, RequestSettings}
     ),
-    "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed}),
-    "teacher": frozenset({Hello, Heartbeat, Leave, TokensScored, LeaseFailed}),
-    "operator": frozenset({QueryRun, ChangeSetting, RequestEvaluation, RequestStop}),
+    "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed, RequestSettings}),
+    "teacher": frozenset({Hello, Heartbeat, Leave, TokensScored, LeaseFailed, RequestSettings}),
+    "operator": frozenset(
+        {
+            QueryRun,
+            ChangeSetting,
+            RequestEvaluation,
+            RequestCheckpoint,
+            RequestStop,
+            RequestProfile,
+            ScaleReplicas,
+            DrainReplica,
+        }
+    ),
 }
 """Messages that each role may send. The controller drops any other, whatever key it was sent with."""
 
@@ -145,6 +181,7 @@ __all__ = [
     "CompletionText",
     "Down",
     "Drain",
+    "DrainReplica",
     "Envelope",
     "GenerateGroup",
     "GroupGenerated",
@@ -160,10 +197,13 @@ __all__ = [
     "Media",
     "MediaInputs",
     "ModelExperts",
+    "ModelFile",
     "ModelLimits",
     "OperatorMessage",
     "OperatorReply",
     "PartialCompletionMeta",
+    "Profile",
+    "ProfileReport",
     "Prompt",
     "PublishWeights",
     "QueryRun",
@@ -171,11 +211,16 @@ __all__ = [
     "Refused",
     "RelayOffered",
     "ReleaseLeases",
+    "RequestCheckpoint",
     "RequestEvaluation",
     "RequestHello",
+    "RequestProfile",
+    "RequestSettings",
     "RequestStop",
+    "RoleSettings",
     "Sampling",
     "SaveCheckpoint",
+    "ScaleReplicas",
     "ScoreGroup",
     "ScoreTokens",
     "ScoredTrajectory",

@@ -19,6 +19,7 @@ from starling.common.wire.messages import (
     ChangeSetting,
     CheckpointSaved,
     Drain,
+    DrainReplica,
     GenerateGroup,
     GroupGenerated,
     GroupInterrupted,
@@ -28,15 +29,21 @@ from starling.common.wire.messages import (
     LeaseFailed,
     Leave,
     OperatorReply,
+    Profile,
     PublishWeights,
     QueryRun,
     Refused,
     RelayOffered,
     ReleaseLeases,
+    RequestCheckpoint,
     RequestEvaluation,
     RequestHello,
+    RequestProfile,
+    RequestSettings,
     RequestStop,
+    RoleSettings,
     SaveCheckpoint,
+    ScaleReplicas,
     ScoreGroup,
     ScoreTokens,
     Sleep,
@@ -66,8 +73,10 @@ NESTED = (
     messages.TrainGroup,
     messages.HeldLease,
     messages.LeaseProgress,
+    messages.ModelFile,
     messages.Wait,
     messages.Alarm,
+    messages.ProfileReport,
 )
 
 
@@ -107,6 +116,8 @@ FAMILIES: Final = (
         "Membership",
         "Replicas join, report their state in heartbeats, share devices in time, and leave.",
         (
+            RequestSettings,
+            RoleSettings,
             Hello,
             Welcome,
             RequestHello,
@@ -125,7 +136,17 @@ FAMILIES: Final = (
     MessageFamily(
         "Operations",
         "Commands of an operator during a run.",
-        (QueryRun, ChangeSetting, RequestStop, OperatorReply),
+        (
+            QueryRun,
+            ChangeSetting,
+            ScaleReplicas,
+            DrainReplica,
+            RequestCheckpoint,
+            RequestStop,
+            RequestProfile,
+            Profile,
+            OperatorReply,
+        ),
     ),
 )
 """All messages by family; a test checks that each message is in exactly one."""
@@ -141,11 +162,13 @@ RECEIVERS: Final[dict[type[msgspec.Struct], tuple[str, ...]]] = {
     SaveCheckpoint: ("policy",),
     Sleep: ("policy", "rollout"),
     Wake: ("policy", "rollout"),
+    RoleSettings: _REPLICAS,
     Welcome: _REPLICAS,
     RequestHello: _REPLICAS,
     Refused: (*_REPLICAS, "operator"),
     ReleaseLeases: _REPLICAS,
     Drain: _REPLICAS,
+    Profile: _REPLICAS,
     OperatorReply: ("operator",),
 }
 """Roles that receive each message of the controller. `ALLOWED_MESSAGES` lists the senders of the others."""

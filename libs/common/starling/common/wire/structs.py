@@ -43,6 +43,16 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Id of the event that caused the message: ``<peer>/<incarnation>/<seq>`` or ``tick``."""
 
 
+class ModelFile(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A small file of a model folder, such as its tokenizer: one buffer with its bytes."""
+
+    name: str
+    """Without a folder."""
+    nbytes: int
+    digest: str
+    """xxh3 of 128 bits, as 32 hexadecimal digits."""
+
+
 class TensorMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One buffer frame: its element type (numpy name), shape, and size in bytes."""
 
@@ -283,6 +293,20 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds since it began."""
     seconds_left: float
     """Seconds until the service gives up."""
+
+
+class ProfileReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How far the newest profile of a process is."""
+
+    profile: str
+    """Its id."""
+    state: Literal["active", "ended", "failed"]
+    text: str
+    """What was recorded, or why nothing was, in words."""
+    folder: str = ""
+    """Where the files are, on the host of the process."""
+    files: tuple[str, ...] = ()
+    """Their names."""
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -52,5 +52,14 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Without a policy: number of prompts to answer."""
     num_answered: int = 0
     """Without a policy: number of prompts that are answered."""
+    notices: tuple[str, ...] = ()
+    """Faults around the run that an operator has to mend, in words: a refused key, a service of another version, a
+    clock that is wrong, a disk that is full or cannot be written. Each also has its line in the controller's log and in
+    metrics.jsonl."""
     num_evaluations: int = 0
     """Evaluations so far; 0 from a controller that sends the summaries of all of them."""
+    desired: dict[str, int] = {}
+    """By role: how many replicas the run should have, where an operator or the rule of `controller.autoscale` has set
+    it. What is missing is to be placed; what is surplus the controller drains."""
+    draining: tuple[str, ...] = ()
+    """Replicas that are being drained: they are not to be started again."""

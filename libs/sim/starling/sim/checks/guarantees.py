@@ -35,6 +35,9 @@ from starling.sim.errors import require
 
 RESULTS: Final = (wire.GroupGenerated, wire.GroupScored, wire.TokensScored)
 """The answers of replicas that the controller records."""
+SAVED_WITHIN: Final = 5
+"""Steps after which a state that an operator was promised is there: a save may fail, its answer be lost in a partition
+for as long as its lease is, and the policy be lost."""
 
 
 class Guarantees:
@@ -85,6 +88,8 @@ class Guarantees:
         """Lease and work of the answer that the controller handles now."""
         self._changes: set[str] = set()
         self._next_ordinal = 0
+        self._promised_state = -1
+        """The version of which an operator was promised a state that is not written yet; -1 for none."""
         self._evaluations: list[records.EvaluationOpened] = []
         self.granted_evaluations: set[str] = set()
         """Operators' requests for an evaluation that the controller accepted."""
@@ -152,6 +157,10 @@ class Guarantees:
                 self._changes.add(request)
             case records.EvaluationOpened():
                 self._evaluations.append(record)
+            case records.CheckpointRequested(version=version):
+                self._promised_state = version
+            case records.CheckpointWritten(step=step, state=True) if step >= self._promised_state:
+                self._promised_state = -1
 
     def _forget_group(self, key: str) -> None:
         self._num_partial_tokens.pop(key, None)
@@ -312,6 +321,9 @@ class Guarantees:
         if whole:
             missing = self.granted_evaluations - {opened.request for opened in self._evaluations}
             require(not missing, f"evaluations were granted to operators and never made: {sorted(missing)}")
+            # One of the last versions may be too late: the end of the run does not wait for a state.
+            is_kept = not 0 <= self._promised_state < plan.last_step - SAVED_WITHIN
+            require(is_kept, f"a state of version {self._promised_state} was promised and never saved")
             require(num_steps == plan.last_step, f"only {num_steps} of {plan.last_step} steps were made")
 
     def _check_files(self, num_steps: int, *, whole: bool) -> None:

@@ -6,15 +6,18 @@ checks the state of the controller, and `Guarantees` its journal, its messages a
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from starling.common.wire import codec
 from starling.controller.core.events import Received, ReplicaDisconnected, StopRequested
+from starling.sim.checks.autoscaling import AutoscaleChecks
 from starling.sim.checks.guarantees import Guarantees
 from starling.sim.checks.invariants import Invariants
 from starling.sim.cluster.controller_host import ControllerHost
+from starling.sim.cluster.launcher import PLACE_EVERY_S, SimulatedLauncher
 from starling.sim.cluster.operator import NAME, SimulatedOperator
 from starling.sim.environment.clock import SimulatedClock
 from starling.sim.environment.network import SimulatedNetwork
@@ -66,7 +69,10 @@ class SimulatedCluster:
         """The steps of reinforcement learning so far."""
         self.busy_s: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         """Seconds of work by role; of rollouts, summed over their slots."""
-        self._num_started: dict[str, int] = dict.fromkeys(ROLES, 0)
+        self._restarting: set[str] = set()
+        """Names of the replicas that died and will be restarted."""
+        self.launcher = SimulatedLauncher(self.clock, self.rng, scenario.faults, self._start)
+        self.autoscaling = AutoscaleChecks(scenario.plan, self.clock)
         self._roles = [role for role in ROLES if self._has_role(role)]
         self._stopped, self._stopped_incarnation = False, -1
         self._liars: set[str] = set()
@@ -79,7 +85,14 @@ class SimulatedCluster:
         self.num_false_pulls = 0
         """Pulls from a replica that sent other weights than were published."""
         self.host = ControllerHost(
-            scenario, self.clock, self.rng, self.network, self.invariants, self.guarantees, self._find_peer
+            scenario,
+            self.clock,
+            self.rng,
+            self.network,
+            self.invariants,
+            self.guarantees,
+            self.autoscaling,
+            self._find_peer,
         )
 
     def _has_role(self, role: str) -> bool:
@@ -163,7 +176,14 @@ class SimulatedCluster:
     def restart_later(self, replica: SimulatedReplica) -> None:
         """Restart a replica that has ended, after a random delay, as a supervisor does."""
         delay_s = self.rng.uniform(0.1, RESTART_S)
-        self.clock.after(delay_s, self._start, replica.role, replica.name, replica.incarnation + 1)
+        self._restarting.add(replica.name)
+        self.clock.after(delay_s, self._restart, replica)
+
+    def _restart(self, ended: SimulatedReplica) -> None:
+        """Start a replica again, unless the launcher was told that it is not needed, or has placed it anew."""
+        self._restarting.discard(ended.name)
+        if ended.name not in self.launcher.unneeded and self.replicas[ended.name] is ended:
+            self._start(ended.role, ended.name, ended.incarnation + 1)
 
     def _start_fleet(self) -> None:
         fleet = self.scenario.fleet
@@ -172,21 +192,19 @@ class SimulatedCluster:
             for _ in range(num):
                 self._start(role)
         for _ in range(fleet.num_followers):
-            self._followers.add(f"rollout-{self._num_started['rollout']}")
+            self._followers.add(self._next_name("rollout"))
             self._start("rollout")
         for role in ("rollout", "reward") if self.faults.lies else ():
             if role in self._roles:
-                self._liars.add(f"{role}-{self._num_started[role]}")
+                self._liars.add(self._next_name(role))
                 self._start(role)
         if self.faults.lies and "rollout" in self._roles:
-            self.forger = f"rollout-{self._num_started['rollout']}"
+            self.forger = self._next_name("rollout")
             self._start("rollout")
 
     def _start(self, role: str, name: str = "", incarnation: int = 1) -> None:
         """Start a replica, under the next free name of its role unless one is given."""
-        if not name:
-            name = f"{role}-{self._num_started[role]}"
-            self._num_started[role] += 1
+        name = name or self._next_name(role)
         num_slots = self.scenario.fleet.num_slots or self.rng.randint(1, MAX_SLOTS)
         if name in self._followers:
             num_slots = 0
@@ -207,6 +225,10 @@ class SimulatedCluster:
         self.replicas[name] = replica
         self.clock.after(self.plan.heartbeat_s * self.rng.random(), replica.begin)
 
+    def _next_name(self, role: str) -> str:
+        """Return a name that no replica of `role` has had."""
+        return next(name for i in itertools.count() if (name := f"{role}-{i}") not in self.replicas)
+
     def _alive(self, *roles: str) -> list[str]:
         return [name for name, replica in self.replicas.items() if replica.alive and replica.role in roles]
 
@@ -223,6 +245,10 @@ class SimulatedCluster:
         self._every(faults.power_cut_every_s, self._lose_power)
         self._every(faults.partition_every_s, self._partition)
         self._every(faults.request_every_s, self.operator.make_request)
+        if faults.scale_every_s:
+            self._every(faults.scale_every_s, lambda: self.operator.scale(self._roles, self._alive(*ROLES)))
+        if faults.scale_every_s or self.plan.autoscale is not None:
+            self.clock.after(PLACE_EVERY_S, self._place_missing)
         self._every(faults.join_every_s, self._join)
         self._every(faults.leave_every_s, self._leave)
         self._every(faults.preempt_every_s, self._preempt)
@@ -247,9 +273,10 @@ class SimulatedCluster:
         old.die()
         if self.rng.random() >= self.faults.silent_deaths:
             self.clock.after(0.02 * self.rng.random(), self._disconnect, name)
-        replaced = self.rng.random() < REPLACED_SHARE
-        delay_s = self.rng.uniform(0.1, RESTART_S)
-        self.clock.after(delay_s, self._start, role, *(() if replaced else (name, old.incarnation + 1)))
+        if self.rng.random() < REPLACED_SHARE:
+            self.clock.after(self.rng.uniform(0.1, RESTART_S), self._start, role)
+        else:
+            self.restart_later(old)
 
     def _lose_power(self) -> None:
         """Stop everything at once. What remains is on disks: durable records, files, and the states that were saved."""
@@ -276,6 +303,13 @@ class SimulatedCluster:
 
     def _join(self) -> None:
         self._start(self.rng.choice(self._roles))
+
+    def _place_missing(self) -> None:
+        """Have the launcher place what is desired and missing."""
+        self.clock.after(PLACE_EVERY_S, self._place_missing)
+        desired = self.host.desired()
+        if desired is not None:
+            self.launcher.look(self.replicas.values(), self._restarting, self.host.members(), desired)
 
     def _leave(self) -> None:
         """Have a replica leave, if its role has more than the run needs to begin."""

@@ -31,7 +31,9 @@ from starling.controller.core.events import (
 )
 from starling.controller.core.machine import Controller
 from starling.controller.core.recovery import restore
+from starling.controller.core.replicas.desired import DesiredReplicas
 from starling.controller.core.state import ControllerState, RunPrompts
+from starling.sim.checks.autoscaling import AutoscaleChecks
 from starling.sim.checks.guarantees import Guarantees
 from starling.sim.checks.invariants import Invariants
 from starling.sim.checks.recovery import difference
@@ -83,11 +85,13 @@ class ControllerHost:
         network: SimulatedNetwork,
         invariants: Invariants,
         guarantees: Guarantees,
+        autoscaling: AutoscaleChecks,
         find_peer: Callable[[str], Peer | None],
     ) -> None:
         """`find_peer` returns the newest replica or the operator of a name."""
         self._scenario, self._clock, self._rng, self._network = scenario, clock, rng, network
         self._invariants, self._guarantees, self._find_peer = invariants, guarantees, find_peer
+        self._autoscaling = autoscaling
         self.journal = SimulatedJournal(clock, rng, scenario.workload.fsync_s, self._flush)
         self.incarnation = 0
         self.up = False
@@ -115,10 +119,19 @@ class ControllerHost:
             require(not found, f"the compacted journal restores another state: {found}")
         self._invariants.begin(self.controller.state)
         self._guarantees.begin(self.journal)
+        self._autoscaling.begin(self.controller.state.replicas.desired.counts.get("rollout"))
         self._tick(self.incarnation)
         deferred, self._deferred = self._deferred, []
         for event, cause in deferred:
             self._clock.after(0.1 * self._rng.random(), self._handle_deferred, event, cause)
+
+    def desired(self) -> DesiredReplicas | None:
+        """Return the desired numbers of replicas, as a snapshot has them; None while there is no controller."""
+        return self.controller.state.replicas.desired if self.up and self.finish is None else None
+
+    def members(self) -> set[str]:
+        """Return the names of the members, as a snapshot has them."""
+        return set(self.controller.state.replicas.membership.members) if self.up else set()
 
     def crash(self) -> None:
         """Crash, and restart after a random outage."""
@@ -167,6 +180,7 @@ class ControllerHost:
         match command:
             case Write(record=record, payload=payload):
                 self._guarantees.on_write(record, self.journal.num_records)
+                self._autoscaling.on_write(record)
                 self.journal.append(record, payload)
             case Note():
                 self.notes.append(command)

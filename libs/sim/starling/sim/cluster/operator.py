@@ -1,9 +1,9 @@
-"""Simulated operator: changes settings, requests evaluations and queries the run at random times."""
+"""Simulated operator: changes settings, requests evaluations and saved states, and queries the run at random times."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from starling.common.wire import codec
@@ -16,6 +16,8 @@ NAME: Final = "operator-0"
 REPEAT_S: Final = 1.0
 TIMEOUT_S: Final = 120.0
 """Every request is answered within this time, under all faults, while the run continues."""
+MOST_REPLICAS: Final = 5
+"""Of one role, that it asks for."""
 CHANGES: Final = (
     ("policy.optimizer.learning_rate", (1e-6, 2e-6, 1e-5)),
     ("policy.algorithm.clip_high", (0.2, 0.28)),
@@ -58,6 +60,20 @@ class SimulatedOperator:
         elif choice < 0.8:
             message = wire.RequestEvaluation(request=request)
             self._evaluations.add(request)
+        elif choice < 0.9:
+            message = wire.RequestCheckpoint(request=request)
+        self._send(message)
+
+    def scale(self, roles: Sequence[str], names: Sequence[str]) -> None:
+        """Set the number of replicas of one of `roles`, or drain one of `names`; both also beyond what is possible."""
+        rng, request = self._rng, f"request {self._num}"
+        self._num += 1
+        self._unanswered[request] = self._clock.now
+        message: wire.OperatorMessage = wire.ScaleReplicas(
+            request=request, role=rng.choice(roles), num=rng.randint(0, MOST_REPLICAS)
+        )
+        if names and rng.random() < 0.3:
+            message = wire.DrainReplica(request=request, name=rng.choice(names))
         self._send(message)
 
     def receive(self, envelope: wire.Envelope, message: wire.Down, frames: list[bytes | memoryview]) -> None:

@@ -163,8 +163,12 @@ class SimulatedReplica:
                 unanswered = tuple(self.leases.release(leases))
                 if unanswered:
                     self.cancel(unanswered)
+            case wire.Profile():
+                pass  # nothing runs here that could be profiled
             case wire.OperatorReply():
                 raise Violation(f"{self.name} is not an operator and was sent the reply {message.text!r}")
+            case wire.RoleSettings():
+                raise Violation(f"{self.name} asked for no settings and was sent some")
             case _:
                 if isinstance(message, wire.Sleep | wire.Wake) and not self._is_newest_order(message.lease):
                     return

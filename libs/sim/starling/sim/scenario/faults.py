@@ -39,7 +39,13 @@ class Faults:
     preempt_every_s: float = 0.0
     """A rollout with work in progress leaves gracefully, and is restarted."""
     request_every_s: float = 0.0
-    """An operator changes a setting, requests an evaluation, or queries the run."""
+    """An operator changes a setting, requests an evaluation or a saved state, or queries the run."""
+    scale_every_s: float = 0.0
+    """An operator sets the number of replicas of a role, or drains one; a launcher places what is missing."""
+    launch_s: float = 0.0
+    """Longest time until a replica starts that a launcher was asked for."""
+    refusals: float = 0.0
+    """Share of the placements that a launcher refuses. It is asked again after a backoff, a few times."""
     stragglers: float = 0.0
     """Share of the replicas that are ten times slower than others."""
     scorer_failures: float = 0.0
@@ -77,6 +83,16 @@ MIXES: Final[dict[str, Faults]] = {
     "controller": Faults(controller_crash_every_s=4.0, request_every_s=3.0),
     "power_cuts": Faults(power_cut_every_s=4.0, request_every_s=3.0, pull_failures=0.05),
     "lies": Faults(lies=0.3, rollout_crash_every_s=4.0, controller_crash_every_s=8.0),
+    "scaling": Faults(
+        scale_every_s=2.0,
+        rollout_crash_every_s=6.0,
+        reward_crash_every_s=12.0,
+        policy_crash_every_s=20.0,
+        controller_crash_every_s=6.0,
+        launch_s=4.0,
+        refusals=0.2,
+        pull_failures=0.05,
+    ),
     "partitions": Faults(partition_every_s=3.0, silent_deaths=0.5, stragglers=0.1),
 }
 """The mixes of related faults, by name."""
@@ -97,6 +113,9 @@ EVERYTHING: Final = Faults(
     leave_every_s=20.0,
     preempt_every_s=10.0,
     request_every_s=10.0,
+    scale_every_s=15.0,
+    launch_s=2.0,
+    refusals=0.1,
     stragglers=0.1,
     scorer_failures=0.05,
     teacher_failures=0.03,

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from starling.common.wire.messages import Down, Prompt, Up
+from starling.common.wire.messages import Down, Profile, ProfileReport, Prompt, Up
 from starling.controller.core.records import JournalEntry, Record, StoredGroup
 
 Buffers = tuple[bytes, ...]
@@ -87,7 +87,14 @@ class NotSent(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-Event = Received | Ticked | ReplicaDisconnected | StopRequested | Fetched | Stored | CheckpointRead | NotSent
+class Profiled(msgspec.Struct, frozen=True, gc=False):
+    """How far the controller's own profile is: answers `ProfileSelf`."""
+
+    now: float
+    report: ProfileReport
+
+
+Event = Received | Ticked | ReplicaDisconnected | StopRequested | Fetched | Stored | CheckpointRead | NotSent | Profiled
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -131,6 +138,12 @@ class Note(msgspec.Struct, frozen=True, gc=False):
     fields: dict[str, Any] = {}
 
 
+class ProfileSelf(msgspec.Struct, frozen=True, gc=False):
+    """Profile the controller's process; `Profiled` says how far that is."""
+
+    order: Profile
+
+
 class FinishRun(msgspec.Struct, frozen=True, gc=False):
     """The run is over."""
 
@@ -138,7 +151,7 @@ class FinishRun(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-Command = Send | Write | Note | Prune | Fetch | Store | FinishRun
+Command = Send | Write | Note | Prune | Fetch | Store | ProfileSelf | FinishRun
 
 
 class Prompts(Protocol):

@@ -14,6 +14,7 @@ from starling.common.wire.messages import LeaseProgress
 from starling.controller.core.groups.group import GONE, GroupState
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.plan import RunPlan
+from starling.controller.core.replicas.desired import named
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.weights.versions import is_publication_due
@@ -158,8 +159,10 @@ def missing_role(state: ControllerState) -> str | None:
         return "needs a policy, which is gone" if was_there else "needs the policy, which has not joined"
     if plan.fans_out and num == 0 and state.weights.version < 0:
         return "needs the policy that publishes the weights of the model folder, which has not joined"
-    if plan.kind.trains and not state.has_begun and num < plan.num_policies:
-        return f"needs {counted(plan.num_policies, 'policy replica')}, has {num}"
+    desired = state.replicas.desired
+    num_policies = desired.at_start("policy", plan.num_policies)
+    if plan.kind.trains and not state.has_begun and num < num_policies:
+        return f"needs {counted(num_policies, 'policy replica')}, has {num}"
     if not generates_more(state):
         return None
     begun = state.replicas.had_quorum
@@ -167,7 +170,7 @@ def missing_role(state: ControllerState) -> str | None:
     if state.buffer.num_frozen_steps < plan.num_steps:
         first["teacher"] = plan.num_teachers
     for role, wanted in first.items():
-        wanted = min(wanted, 1) if begun else wanted
+        wanted = min(wanted, 1) if begun else desired.at_start(role, wanted)
         num = members.num(role)
         if num < wanted:
             return f"needs {counted(wanted, f'{role} replica')}, has {num}"
@@ -256,6 +259,8 @@ def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
         "evaluating": None if state.evaluations.current is None else state.evaluations.current.version,
         "settings": state.training.changes.all(),
         "waiting_for": explain(state),
+        "desired": dict(state.replicas.desired.counts),
+        "draining": sorted(state.replicas.desired.draining),
         "members": members,
     }
     lines = [
@@ -266,9 +271,11 @@ def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
         waiting(data["waiting_for"]),
     ]
     lines += [f"set: {key} = {value:g}" for key, value in state.training.changes.all().items()]
+    lines += [f"desired: {named(num, role)}" for role, num in data["desired"].items()]
     for member in members:
         work = ", ".join(f"{num} {kind}" for kind, num in member["work"].items()) or "no work"
         pinned = f", pinned to the evaluation of version {data['evaluating']}" if member["pinned"] else ""
+        pinned += ", being drained" if member["name"] in data["draining"] else ""
         version = f"version {_version_text(member['version'])}, " if member["role"] in ("policy", "rollout") else ""
         lines.append(f"  {member['name']} on {one_line(member['host'])}: {version}{work}{pinned}")
     return "\n".join(lines), data
@@ -323,6 +330,9 @@ def _waits(state: ControllerState) -> Iterator[tuple[str, dict[str, Any]]]:
         left = state.lifecycle.deadline - now
         for name in sorted(membership.members):
             yield "goodbye", _wait("controller", "its goodbye", name, 0.0, left)
+    for name, draining in sorted(state.replicas.desired.draining.items()):
+        begun = draining.deadline - state.plan.drain_s
+        yield "drain", _wait("controller", "its goodbye", name, now - begun, draining.deadline - now)
     for name, member in sorted(membership.members.items()):
         yield from _waits_for_work(state, name)
         for wait in member.waits:

@@ -40,6 +40,7 @@ from starling.controller.core.events import (
     Event,
     Fetched,
     NotSent,
+    Profiled,
     Prompts,
     Received,
     ReplicaDisconnected,
@@ -55,6 +56,7 @@ from starling.controller.core.groups.repair import repair_restored_groups
 from starling.controller.core.groups.results import on_generated, on_interrupted, on_scored, on_tokens_scored
 from starling.controller.core.lifecycle.ending import end
 from starling.controller.core.lifecycle.operators import on_operator_command
+from starling.controller.core.lifecycle.profiling import CONTROLLER, note_report, on_report
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import JournalEntry
@@ -73,6 +75,7 @@ from starling.controller.core.replicas.joining import on_checkpoint_read, on_hel
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.reclaim import reclaim
+from starling.controller.core.replicas.scaling import autoscale, drain_surplus
 from starling.controller.core.replicas.switching import evict_awake, on_switched, switch_devices
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.core.training.dispatch import commit, evict_silent, save, train
@@ -88,7 +91,16 @@ from starling.controller.core.weights.distribution import (
 
 AWAITED_HEARTBEATS: Final = 3
 """Heartbeats for which a restarted controller waits for replicas that may hold work."""
-OPERATOR_COMMANDS: Final = (wire.QueryRun, wire.ChangeSetting, wire.RequestEvaluation, wire.RequestStop)
+OPERATOR_COMMANDS: Final = (
+    wire.QueryRun,
+    wire.ChangeSetting,
+    wire.RequestEvaluation,
+    wire.RequestCheckpoint,
+    wire.RequestStop,
+    wire.RequestProfile,
+    wire.ScaleReplicas,
+    wire.DrainReplica,
+)
 """`wire.OperatorMessage` as a tuple: `isinstance` takes ten times as long with a union."""
 RUNNING: Final = RunStage.RUNNING
 OVER: Final = RunStage.OVER
@@ -178,6 +190,8 @@ def _begin(state: ControllerState) -> None:
     """Set the deadlines that restored state lacks, because the journal has no clock, and repair restored groups."""
     if state.incarnation > 1:
         state.replicas.sharing.restart(state.now)
+        if state.replicas.autoscale is not None:
+            state.replicas.autoscale.restart(state.now)
         repair_restored_groups(state)
     state.replicas.membership.await_until = state.now + AWAITED_HEARTBEATS * state.plan.heartbeat_s
     if state.lifecycle.stage is RunStage.DRAINING:
@@ -215,6 +229,8 @@ def _handle(state: ControllerState, event: Event) -> None:
             on_checkpoint_read(state, digest)
         case NotSent(peer=peer, lease=lease, reason=reason):
             on_not_sent(state, peer, lease, reason)
+        case Profiled(report=report):
+            note_report(state, CONTROLLER, report)
 
 
 def _tick(state: ControllerState) -> None:
@@ -235,6 +251,9 @@ def _tick(state: ControllerState) -> None:
         evict_unable(state)
         evict_useless(state)
         evict_awake(state)
+        drain_surplus(state)
+        if replicas.autoscale is not None:
+            autoscale(state)
         problem = overdue(state)
         if problem is not None:
             state.lifecycle.fail(problem, now)
@@ -259,6 +278,8 @@ def _received(state: ControllerState, event: Received) -> None:
     member.heard_at = event.now
     if type(message) is wire.Heartbeat:
         on_heartbeat(state, member, message)
+        if state.profiles.newest is not None:
+            on_report(state, member, message.profile)
     elif type(message) is wire.RelayOffered:
         on_relay_offered(state, member, message, event)
     elif type(message) is wire.Leave:

@@ -14,6 +14,7 @@ from starling.common.wire.messages import Sampling, Welcome
 from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
 from starling.controller.core.groups.limits import GroupLimits
 from starling.controller.core.groups.scores import TrainedScorer, is_drawn
+from starling.controller.core.replicas.autoscale import AutoscaleRule
 from starling.weightsync.offers.offer import TransportChoice
 
 MAX_DISCARDED_STEPS = 3
@@ -155,6 +156,8 @@ class RunPlan:
     """Share of the groups of training that they score."""
     alarm_steps: int = 20
     """Steps with their scores over which these are compared with the rewards."""
+    autoscale: AutoscaleRule | None = None
+    """The rule by which the number of rollouts follows the work; None for none."""
     evaluation_s: float = 7200.0
     """How long one evaluation may take; prompts that are not scored by then count as failed."""
 

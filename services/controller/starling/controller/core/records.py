@@ -26,7 +26,9 @@ has which lease) the replicas report in their heartbeats.
 | `VersionAdopted`    | a replica has proven to hold a version           | its next one               |
 | `EvaluationOpened`, `EvaluationClosed` | one evaluation of one version | the next compaction |
 | `EvaluationRequested` | a request of an operator that was granted     | it is opened               |
+| `CheckpointRequested` | likewise for a state to resume from           | a state is saved           |
 | `StopAsked`, `RunStopped` | an operator's stop was granted; the run has stopped | the next compaction |
+| `ReplicasScaled`    | how many replicas of a role are desired          | the next compaction |
 | `SettingChanged`    | an operator's change, and from which step on     | the next compaction |
 | `CheckpointWritten` | a checkpoint, or a state to resume from          | the next compaction |
 | `RunEnded`          | no more records will follow                      | the end                    |
@@ -265,6 +267,12 @@ class EvaluationRequested(msgspec.Struct, frozen=True, kw_only=True, gc=False, t
     """Of each prompt; 0 for the number in the recipe."""
 
 
+class CheckpointRequested(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="checkpoint_requested"):
+    """An operator was promised a state of `version`, or of a newer one: a restarted controller has it saved, too."""
+
+    version: int
+
+
 class StopAsked(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="stop_asked"):
     """An operator was promised that the run stops early.
 
@@ -297,6 +305,19 @@ class SourceEvicted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="so
 
     name: str
     reader: str
+
+
+class ReplicasScaled(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="replicas_scaled"):
+    """An operator, or the rule of `controller.autoscale`, has set how many replicas of a role the run should have."""
+
+    role: Role
+    num: int
+    drained: str = ""
+    """The replica that an operator chose to drain with it; empty for none."""
+    request: str = ""
+    """Of the operator; empty for the rule."""
+    answer: str = ""
+    """To the operator, whose request may arrive again."""
 
 
 class RunStopped(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="run_stopped"):
@@ -421,6 +442,12 @@ class ReplicasSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Rollouts that were evicted on the word of a reader."""
     accusers: tuple[str, ...] = ()
     """The readers."""
+    desired: dict[Role, int] = {}
+    """Desired numbers, by role."""
+    chosen: tuple[str, ...] = ()
+    """Replicas that operators chose to drain, and that have not left."""
+    scale_requests: dict[str, str] = {}
+    """Answers to requests to scale."""
 
 
 class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -459,6 +486,8 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the model can read, as a policy said it last."""
     evaluated: dict[str, tuple[EvaluatedStep, ...]] = {}
     """The last steps with evaluation scores, by scorer."""
+    saving_asked: int = -1
+    """As `SavedStates.asked`; old journals lack it."""
 
 
 class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -520,8 +549,10 @@ Record = (
     | EvaluationOpened
     | EvaluationClosed
     | EvaluationRequested
+    | CheckpointRequested
     | StopAsked
     | RunStopped
+    | ReplicasScaled
     | SettingChanged
     | CheckpointWritten
     | RunEnded

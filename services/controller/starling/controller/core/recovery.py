@@ -36,6 +36,7 @@ ReplicaRecord = (
     | records.ReplicaCounted
     | records.SourceEvicted
     | records.FilterCountReset
+    | records.ReplicasScaled
 )
 TrainingRecord = (
     records.GroupsOpened
@@ -44,6 +45,7 @@ TrainingRecord = (
     | records.StepCommitted
     | records.SettingChanged
     | records.CheckpointWritten
+    | records.CheckpointRequested
 )
 WeightsRecord = records.VersionPublished | records.CheckpointLoaded
 EvaluationRecord = records.EvaluationRequested | records.EvaluationOpened | records.EvaluationClosed
@@ -121,6 +123,7 @@ def _apply_to_replicas(state: ControllerState, record: ReplicaRecord) -> None:
         case records.MemberLeft(name=name):
             membership.awaited.discard(name)
             membership.note_gone(name)
+            state.replicas.desired.forget(name)
             state.buffer.filtering.counts.forget(name)
         case records.VersionAdopted(name=name, epoch=epoch, version=version):
             membership.proven[name] = (epoch, version)
@@ -128,6 +131,8 @@ def _apply_to_replicas(state: ControllerState, record: ReplicaRecord) -> None:
             membership.num_invalid[name] = num
         case records.SourceEvicted(name=name, reader=reader):
             membership.accused[name], membership.accusers[reader] = None, True
+        case records.ReplicasScaled(role=role, num=num, drained=drained, request=request, answer=answer):
+            state.replicas.desired.set(role, num, drained, request, answer)
         case records.FilterCountReset(name=name):
             state.buffer.filtering.forget(name)
 
@@ -148,6 +153,8 @@ def _apply_to_training(state: ControllerState, record: TrainingRecord) -> None:
             state.training.change_setting(state.buffer, key, value, step, request)
         case records.CheckpointWritten(step=step, state=True):
             state.training.saved.add(step)
+        case records.CheckpointRequested(version=version):
+            state.training.saved.asked = version
 
 
 def _commit(state: ControllerState, committed: records.StepCommitted) -> None:

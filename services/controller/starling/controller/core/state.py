@@ -17,6 +17,7 @@ from starling.controller.core.evaluation.evaluation import Evaluations
 from starling.controller.core.events import Buffers, Command, Note, Prompts, Send, Write
 from starling.controller.core.groups.group import Group, Groups
 from starling.controller.core.groups.limits import MAX_TIED, GroupLimits
+from starling.controller.core.lifecycle.profiles import Profiles
 from starling.controller.core.lifecycle.stages import Lifecycle
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Record
@@ -147,6 +148,7 @@ class ControllerState:
         self.training = Training(plan.begin_version, plan.sampling, MetricNames(plan.num_scorers, labels), evaluated)
         self.evaluations = Evaluations()
         self.lifecycle = Lifecycle(plan.drain_s, plan.stop_s)
+        self.profiles = Profiles()
 
     @property
     def weights_version(self) -> int:

@@ -22,8 +22,9 @@ from starling.common.errors import ConfigError
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import ChatMessage, Media, Prompt
 from starling.controller.data.media import text_of_parts, with_media
+from starling.controller.data.names import nearest
 from starling.controller.data.settings import DataSettings, column_of
-from starling.controller.data.sources import DataRow, load_rows, nearest
+from starling.controller.data.sources import DataRow, load_rows
 
 MAX_DEPTH: Final = 64
 MAX_PROMPT_BYTES: Final = MAX_MESSAGE_BYTES * 3 // 4

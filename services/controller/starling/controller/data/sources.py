@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -24,7 +23,9 @@ from starling.common.importing import import_object
 from starling.common.raised import describe_raised
 from starling.common.wire.messages import Prompt
 from starling.controller.data.folders import DICT, STATE, builder_of, check_saved
+from starling.controller.data.gym import read_entries
 from starling.controller.data.media import MAX_INLINE_BYTES
+from starling.controller.data.names import nearest
 from starling.controller.data.settings import DataSettings
 
 SOURCES = "a path to a .jsonl or .parquet file, hf:NAME, reasoning_gym:TASK, or MODULE:FACTORY"
@@ -76,16 +77,6 @@ def load_rows(settings: DataSettings) -> Rows:
     if not rows.rows:
         raise ConfigError(f"the dataset {settings.source!r} is empty: give one with at least one row")
     return rows
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a clause with the names in `known` that are most similar to `name`, or with some of them."""
-    names = sorted(known)
-    if not names:
-        return "there are none"
-    if matches := get_close_matches(name, names, n=3, cutoff=0.5):
-        return f"nearest: {', '.join(matches)}"
-    return f"there are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -345,44 +336,24 @@ def _read_own(named: str, where: str, folders: Sequence[Path]) -> bytes:
 # --- reasoning-gym -------------------------------------------------------------------------------------------------
 
 
-def _read_reasoning_gym(task: str, settings: DataSettings, limit: int | None) -> list[DataRow]:
+def _read_reasoning_gym(task: str, settings: DataSettings, limit: int | None) -> Iterator[DataRow]:
     """Generate the rows of a task (`question`, `answer`, `metadata`), without repeated questions.
 
     Each row has, as `metadata["reasoning_gym"]`, the task and the entry that the task's `score_answer` takes. The entry
     has no question, which can be long and which no task's scorer reads.
     """
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    if task not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no task {task!r}; {nearest(task, DATASETS)}")
-    options = DATASETS[task][1].__dataclass_fields__.keys() - {"size"}
-    for option in settings.options:
-        if option not in options:
-            remedy = "set data.size instead" if option == "size" else nearest(option, options)
-            raise ConfigError(f"the reasoning-gym task {task!r} has no option {option!r}; {remedy}")
-    try:
-        dataset = create_dataset(task, **{"seed": 0, **settings.options, "size": settings.size})
-        entries = [dataset[index] for index in range(settings.size)]
-    except Exception as error:  # noqa: BLE001 - tasks raise arbitrary exceptions for bad options
-        raise ConfigError(
-            f"the reasoning-gym task {task!r} cannot be created with options = {settings.options} "
-            f"({_first_line(error)}): correct the options"
-        ) from None
-    by_question: dict[str, Mapping[str, Any]] = {}
-    for entry in entries:
-        by_question.setdefault(str(entry["question"]), entry)
-    return [_reasoning_gym_row(task, settings.options, entry) for entry in islice(by_question.values(), limit)]
+    for entry in read_entries(task, settings.options, settings.size, limit):
+        yield _reasoning_gym_row(task, settings.options, entry)
 
 
 def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> DataRow:
-    plain = json.loads(json.dumps(entry, default=str))
     scorer: dict[str, Any] = {
         "task": task,
-        "entry": {"answer": plain["answer"], "metadata": plain["metadata"]},
+        "entry": {"answer": entry["answer"], "metadata": entry["metadata"]},
     }
     if options:
         scorer["options"] = dict(options)
-    return DataRow(plain, {"reasoning_gym": scorer})
+    return DataRow(entry, {"reasoning_gym": scorer})
 
 
 # --- functions of the user -----------------------------------------------------------------------------------------

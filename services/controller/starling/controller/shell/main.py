@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
 
-from starling.common.errors import ConfigError, RestartError, StarlingError, WireError
+from starling.common.errors import ConfigError, RestartError, StarlingError, StoppedError, WireError
 from starling.common.files import CONTROLLER_FILES, check_own, write_whole
 from starling.common.net.curve import load_allowed
 from starling.common.net.hub.hub import Hub, HubKeys, ReceivedMessage
+from starling.common.observe.notify import NotifySocket
 from starling.common.observe.process import StopSignal, collect_seldom, end_process
+from starling.common.observe.profiling.profiler import Profiler
 from starling.common.observe.terminal import one_line
+from starling.common.observe.tracing.traces import open_traces
+from starling.common.secret_settings import without_secrets
 from starling.common.service import ServiceArguments, serve
-from starling.common.wire.messages import ReleaseLeases
+from starling.common.wire.messages import Hello, ProfileReport, ReleaseLeases
+from starling.common.wire.telemetry import RunSnapshot
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
     CheckpointRead,
@@ -31,6 +37,9 @@ from starling.controller.core.events import (
     FinishRun,
     Note,
     NotSent,
+    Profiled,
+    ProfileSelf,
+    Received,
     ReplicaDisconnected,
     Send,
     StopRequested,
@@ -40,6 +49,7 @@ from starling.controller.core.events import (
 )
 from starling.controller.core.groups.arrival import received
 from starling.controller.core.groups.recording import truncation_notice
+from starling.controller.core.lifecycle.stages import Lifecycle
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
@@ -48,6 +58,7 @@ from starling.controller.data.load import RunData, load_data
 from starling.controller.data.trajectories import Trajectories
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.checkpoint import CheckpointReader, read_checkpoint
+from starling.controller.shell.clocks import ReplicaClocks, skew_text
 from starling.controller.shell.journal.commit_queue import CommitQueue
 from starling.controller.shell.journal.journal import Journal, JournalFullError, StateTooLargeError
 from starling.controller.shell.journal.resume import (
@@ -62,7 +73,8 @@ from starling.controller.shell.journal.resume import (
 from starling.controller.shell.loggers.fanout import LoggerFanout, PastSteps
 from starling.controller.shell.loggers.fanout import makers as logger_makers
 from starling.controller.shell.loggers.logger import RunInfo
-from starling.controller.shell.outputs.append_file import AppendFile
+from starling.controller.shell.notice_lines import NoticeLines
+from starling.controller.shell.outputs.append_file import AppendFile, full_disk_text
 from starling.controller.shell.outputs.samples import Samples
 from starling.controller.shell.outputs.timelines import Timelines
 from starling.controller.shell.outputs.trajectory_writer import TrajectoryFiles, TrajectoryWriter
@@ -72,14 +84,27 @@ from starling.controller.shell.recording.recorder import (
     recording_path,
     remove_old_recordings,
 )
+from starling.controller.shell.role_settings import RoleSettingsSource
+from starling.controller.shell.run_traces import RunTraces
 from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.controller.shell.ticks import TickSchedule
+
+if TYPE_CHECKING:
+    from starling.common.observe.metrics import Family
+    from starling.common.observe.metrics import Samples as MetricSamples
+    from starling.controller.shell.metrics.run_metrics import RunMetrics
 
 log = structlog.get_logger(__name__)
 
 METRICS = "metrics.jsonl"
+OUTCOME = "outcome.json"
+"""How the run has ended, from then until a controller is started again."""
+CLOSE_S: Final = 60.0
+"""How long it may take to close the loggers and files, at most about the default of `logging.close_s`, twice."""
 MAX_BATCH = 256
 """Maximum number of messages that are handled between two commits and two looks at the clock."""
+MAX_CLOCKS: Final = 8
+"""Wrong clocks in a snapshot."""
 QUIET_NOTES = frozenset(
     {"step", "trained", "step_repeated", "answered", "published", "adopted", "offered", "state", "filtered"}
 )
@@ -98,7 +123,6 @@ class Shell:
 
         Raises ConfigError when the run cannot be started or resumed in this folder.
         """
-        network = settings.network
         self._settings, self._folder = settings, arguments.folder
         if not self._folder.is_dir():
             raise ConfigError(f"--dir {self._folder} is not a folder: create it, or give the folder of a run")
@@ -110,15 +134,8 @@ class Shell:
         try:
             self._incarnation = start_incarnation(self._journal, settings.run.id, self._plan)
             self._history = MetricsHistory(time.monotonic())
-            compacted = next((one for one in self._journal.records() if isinstance(one, StateCompacted)), None)
-            summary = compacted.metrics if compacted is not None else None
-            written = self._history.read(self._folder / METRICS, summary)
-            check_journal_is_whole(self._journal.path, self._journal.records(), written)
-            key = arguments.key_file(network.curve)
-            folder = arguments.folder / "keys"
-            keys = HubKeys(key, load_allowed(folder), folder) if key is not None else None
-            bind = f"tcp://{network.host}:{network.port}"
-            self.hub = Hub(bind, settings.run.id, self._incarnation, keys)
+            written = self._read_history()
+            self.hub = self._open_hub(arguments)
         except BaseException:  # also when interrupted: the next controller must find the journal unlocked
             self._journal.close()
             raise
@@ -128,6 +145,8 @@ class Shell:
         with _as_restart_error(self._folder):
             self._loggers = LoggerFanout(makers, settings.logging, self._folder, past)
         self._timelines = Timelines(self._folder)
+        self._clocks = ReplicaClocks()
+        self._notice_lines = NoticeLines()
         self._message_bytes: dict[str, int] = {}
         """Most bytes of a message with a group so far, by role."""
         self._finish: FinishRun | None = None
@@ -141,20 +160,52 @@ class Shell:
         files.recover()
         self._trajectories = TrajectoryWriter(files, self.hub.wake)
         self._data: RunData | None = None
-        self._later_events: list[Fetched | Stored | CheckpointRead | NotSent] = []
+        traces = open_traces(settings.observe.traces, settings.run.id, "controller", "controller")
+        self._traces = RunTraces(traces) if traces is not None else None
+        self._profiler = Profiler("controller", self._folder, self._profiled, has_tensors=False, counts="")
+        self._later_events: list[Fetched | Stored | CheckpointRead | NotSent | Profiled] = []
         """Steps that were read or written, the checkpoint, and messages that were not sent, that the core does not know
         of yet."""
         self._checkpoint: CheckpointReader | None = None
         self._controller: Controller | None = None
         self._recorder: Recorder | None = None
+        self._notify = NotifySocket()
+        self._run_metrics: RunMetrics | None = None
+        """Of the HTTP endpoint; None without one."""
         # A metrics.jsonl that was cut is not as long as the summary says: the next one is made at once.
         self._compact_at = settings.controller.compact_records if past.size_bytes >= past.summed_up else 1
         """Records in the journal at which it is compacted."""
 
-    def run(self, stop: StopSignal) -> None:
+    def _compacted(self) -> StateCompacted | None:
+        """Return the state that has replaced older records of the journal; None if none has."""
+        return next((one for one in self._journal.records() if isinstance(one, StateCompacted)), None)
+
+    def _read_history(self) -> set[tuple[str, int]]:
+        """Read metrics.jsonl, and return which lines it has. Raises ConfigError if the journal has lost its end."""
+        compacted = self._compacted()
+        summary = compacted.metrics if compacted is not None else None
+        written = self._history.read(self._folder / METRICS, summary)
+        check_journal_is_whole(self._journal.path, self._journal.records(), written)
+        return written
+
+    def _open_hub(self, arguments: ServiceArguments) -> Hub:
+        """Bind the socket for replicas and operators. Raises ConfigError."""
+        network = self._settings.network
+        key = arguments.key_file(network.curve)
+        folder = arguments.folder / "keys"
+        keys = HubKeys(key, load_allowed(folder), folder) if key is not None else None
+        hub = Hub(f"tcp://{network.host}:{network.port}", self._settings.run.id, self._incarnation, keys)
+        hub.settings_source = RoleSettingsSource(arguments.configs, self._settings).answer
+        return hub
+
+    def run(self, stop: StopSignal, notify: NotifySocket) -> None:
         """Serve until the run is over. Raises RunFailedError if it failed."""
+        self._notify = notify
+        if notify.page is not None:
+            self._run_metrics = self._make_metrics()
         self._commands.flush()  # the record of this incarnation
         with _as_restart_error(self._folder):
+            (self._folder / OUTCOME).unlink(missing_ok=True)
             write_whole(
                 self._folder / "controller.json",
                 json.dumps({"address": self.hub.address, "telemetry": self.hub.telemetry_address}),
@@ -164,6 +215,7 @@ class Shell:
             self._controller = self._load_controller()
             self._serve(self._controller, stop)
         finally:
+            notify.stopping("ends", CLOSE_S)
             self.hub.close()
             self._trajectories.close()
             self._journal.close()
@@ -171,16 +223,48 @@ class Shell:
                 self._write_line("logger", losses)
             self._samples.close()
             self._metrics.close()
+            if self._traces is not None:
+                self._traces.close()
             if self._recorder is not None:
                 self._recorder.close()
         self._timelines.write()
         assert self._finish is not None
+        lifecycle = self._controller.state.lifecycle
+        self._write_outcome(lifecycle)
+        if notify.page is not None:
+            notify.page.finish(self._run_samples(self._controller, self._snapshot(self._controller)))
+        reason = one_line(self._finish.reason)
         if not self._finish.ok:
-            raise RunFailedError(one_line(self._finish.reason))
+            raise RunFailedError(reason)
+        code = self._settings.controller.stopped_exit_code
+        if code and stop and lifecycle.stopping == _stopped_by(stop):
+            raise StoppedError(f"the run was {reason}, and can be resumed", code)
+
+    def _write_outcome(self, lifecycle: Lifecycle) -> None:
+        """Write how the run has ended, for scripts: best effort, as the disk may be full."""
+        assert self._controller is not None, "the run has been"
+        fields = {
+            "outcome": lifecycle.outcome,
+            "reason": lifecycle.reason,
+            "version": self._controller.state.version,
+            "time": round(time.time(), 4),
+        }
+        with suppress(OSError):
+            write_whole(self._folder / OUTCOME, json.dumps(fields))
+
+    def _make_metrics(self) -> RunMetrics:
+        """Return the metrics of the HTTP endpoint."""
+        # Imported here: a controller without an endpoint does not load it.
+        from starling.controller.shell.metrics.run_metrics import RunMetrics
+
+        evaluation = self._history.evaluations[-1] if self._history.evaluations else {}
+        metrics = RunMetrics(self._folder / JOURNAL, self._history.step, evaluation, self._incarnation)
+        self._commands.on_commit = metrics.note_lag
+        return metrics
 
     def _write_missing_lines(self, written: set[tuple[str, int]]) -> PastSteps:
         """Bring metrics.jsonl, which has the lines `written`, up to date with the journal. Returns the steps in it."""
-        compacted = next((one for one in self._journal.records() if isinstance(one, StateCompacted)), None)
+        compacted = self._compacted()
         for kind, fields in missing_lines(self._journal.records(), written):
             self._history.note(kind, fields)
             self._write_line(kind, fields)
@@ -272,18 +356,45 @@ class Shell:
             num = self._receive(controller, ticks.left_s(time.monotonic()))
             if stop and not is_stopping:
                 is_stopping = True
-                self._handle(controller, StopRequested(time.monotonic(), f"stopped by {stop.name}"), "signal")
+                settings = self._settings.controller
+                self._notify.stopping(_stopped_by(stop), settings.stop_s + settings.drain_s + CLOSE_S)
+                self._handle(controller, StopRequested(time.monotonic(), _stopped_by(stop)), "signal")
             is_tick = ticks.is_due(time.monotonic(), has_more=num >= MAX_BATCH)
             if is_tick:
                 self._handle(controller, Ticked(time.monotonic()), "tick")
                 self._limit_messages(controller)
-                self._show(controller)
+                self._check_clocks(controller)
+                view = self._show(controller)
+                self._write_notices(view)
+                self._notify.turn(_line_of(view), samples=partial(self._run_samples, controller, view))
                 self._metrics.flush()
                 self._samples.flush()
                 self._loggers.check()
+                self._profiler.check()
             self._commit(controller, wait=not is_tick)
             self._compact_if_due(controller, has_more=num >= MAX_BATCH)
         self._show(controller)
+        self._profiler.end()
+
+    def _profiled(self, report: ProfileReport) -> None:
+        self._later_events.append(Profiled(time.monotonic(), report))
+
+    def _check_clocks(self, controller: Controller) -> None:
+        members = controller.state.replicas.membership.members
+        for name, ahead_s in self._clocks.new_faults(time.monotonic(), members):
+            text = skew_text(name, ahead_s)
+            log.warning("clock_skew", replica=name, host=members[name].host, seconds=round(ahead_s, 1), text=text)
+
+    def _snapshot(self, controller: Controller) -> RunSnapshot:
+        now = time.monotonic()
+        waiting = filter(None, {self._metrics.problem: None, self._samples.problem: None})
+        notices = (*self.hub.notices.texts(now), *self._clocks.faults()[:MAX_CLOCKS], *waiting)
+        return snapshot(controller.state, self._history, now, self.hub.dropped.total(), notices)
+
+    def _write_notices(self, view: RunSnapshot) -> None:
+        """Make each new fault a line of metrics.jsonl. Faults have their own lines in the log."""
+        for text in self._notice_lines.new(view.notices, time.monotonic()):
+            self._write_line("notice", {"text": text})
 
     def _limit_messages(self, controller: Controller) -> None:
         """Bound the messages of rollouts and teachers by what a group of this run can have.
@@ -307,6 +418,8 @@ class Shell:
                 now = time.monotonic()
                 if isinstance(one, ReceivedMessage):
                     envelope = one.envelope
+                    if type(one.message) is Hello:
+                        self._clocks.note(envelope.sender, envelope.incarnation, one.message, now, time.time())
                     cause = f"{envelope.sender}/{envelope.incarnation}/{envelope.seq}"
                     event = received(
                         controller.state, now, envelope.sender, envelope.incarnation, one.message, one.buffers
@@ -339,8 +452,14 @@ class Shell:
     def _handle(self, controller: Controller, event: Event, cause: str) -> None:
         assert self._recorder is not None, "the recorder exists before the controller"
         self._recorder.event(event)
+        if self._traces is not None and isinstance(event, Received):
+            self._traces.received(event.sender, event.message)
         try:
-            commands = controller.step(event)
+            if self._profiler.active is None:
+                commands = controller.step(event)
+            else:
+                with self._profiler.span(_event_name(event), cause=cause):
+                    commands = controller.step(event)
         except Exception:  # raised again; the recording is the crash report
             self._recorder.flush()
             log.error("crash", recording=str(self._recorder.path), at=type(event).__name__, cause=cause)
@@ -358,6 +477,8 @@ class Shell:
             return Fetched(time.monotonic(), step, (), str(error))
 
     def _execute(self, command: Command, cause: str) -> None:
+        if self._traces is not None and isinstance(command, Send):
+            self._traces.sent(command.peer, command.message)
         match command:
             case Send(peer=peer, message=ReleaseLeases(leases=leases)):
                 self.hub.release(peer, leases)
@@ -375,6 +496,8 @@ class Shell:
                 self._history.note(kind, fields)
                 self._timelines.note(self._write_line(kind, fields))
                 self._loggers.note(kind, fields)
+                if self._run_metrics is not None and self._controller is not None:
+                    self._run_metrics.add(kind, fields, self._controller.state)
                 if kind not in QUIET_NOTES:
                     (log.warning if kind == "alarm" else log.info)(kind, **fields)
             case Fetch(step=step):
@@ -382,6 +505,8 @@ class Shell:
                 self._later_events.append(self._fetch(self._data.trajectories, step))
             case Store(step=step, groups=groups):
                 self._trajectories.begin(step, groups)
+            case ProfileSelf(order=order):
+                self._profiler.arm(order)
             case FinishRun():
                 self._finish = command
                 log.info("finished", ok=command.ok, reason=command.reason)
@@ -394,15 +519,47 @@ class Shell:
 
     def _show_full_disk(self, left_s: float) -> None:
         """Publish that the disk of the journal is full; no other message may leave until there is space."""
-        if self._controller is None:
+        what, controller = "waits for space on the disk of the journal", self._controller
+        if controller is None:
+            self._notify.turn(what, serves=False)
             return
-        view = snapshot(self._controller.state, self._history, time.monotonic(), self.hub.dropped.total())
-        waiting_for = f"space on the disk of the journal, for {left_s:.0f} s at most"
-        self.hub.publish(msgspec.msgpack.encode(msgspec.structs.replace(view, waiting_for=waiting_for)))
-
-    def _show(self, controller: Controller) -> None:
-        view = snapshot(controller.state, self._history, time.monotonic(), self.hub.dropped.total())
+        view = self._snapshot(controller)
+        view = msgspec.structs.replace(
+            view,
+            waiting_for=f"space on the disk of the journal, for {left_s:.0f} s at most",
+            notices=tuple(dict.fromkeys((*view.notices, full_disk_text(self._folder)))),
+        )
+        self._write_notices(view)
+        self._notify.turn(what, samples=partial(self._run_samples, controller, view))
         self.hub.publish(msgspec.msgpack.encode(view))
+
+    def _show(self, controller: Controller) -> RunSnapshot:
+        """Publish the state of the run, and return it."""
+        view = self._snapshot(controller)
+        self.hub.publish(msgspec.msgpack.encode(view))
+        return view
+
+    def _run_samples(self, controller: Controller, view: RunSnapshot) -> MetricSamples:
+        """Return the metrics of the HTTP endpoint."""
+        assert self._run_metrics is not None, "asked for by the page of an endpoint"
+        return self._run_metrics.samples(controller.state, view, time.monotonic(), self._commands.waiting_s)
+
+
+def _line_of(view: RunSnapshot) -> Callable[[], str]:
+    """Return what makes the state of the run in one line."""
+    return lambda: (
+        f"{view.phase}: version {view.version} of {view.last_step}, waits for {view.waiting_for or 'nothing'}"
+    )
+
+
+def _event_name(event: Event) -> str:
+    """Return the name of an event in a profile."""
+    return type(event.message).__name__ if isinstance(event, Received) else type(event).__name__
+
+
+def _stopped_by(stop: StopSignal) -> str:
+    """Return the reason of a stop by a signal."""
+    return f"stopped by {stop.name}"
 
 
 @contextmanager
@@ -433,14 +590,21 @@ def run_info(settings: ControllerProcess, folder: Path) -> RunInfo:
         folder=folder,
         project=settings.logging.project,
         offline=settings.logging.offline,
-        settings=settings.model_dump(mode="json"),
+        settings=without_secrets(ControllerProcess, settings.model_dump(mode="json")),
     )
+
+
+def _families() -> Sequence[Family]:
+    """Return the metrics of the HTTP endpoint."""
+    from starling.controller.shell.metrics.families import FAMILIES
+
+    return FAMILIES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the controller."""
     collect_seldom()
-    return serve("controller", ControllerProcess, Shell, argv)
+    return serve("controller", ControllerProcess, Shell, argv, families=_families)
 
 
 if __name__ == "__main__":

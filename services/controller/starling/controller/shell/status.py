@@ -167,8 +167,11 @@ class MetricsHistory:
             self._steps_per_point *= 2
 
 
-def snapshot(state: ControllerState, history: MetricsHistory, now: float, dropped: int) -> RunSnapshot:
-    """Return the snapshot of `state` at the time `now`; `dropped` counts the messages that could not be decoded."""
+def snapshot(
+    state: ControllerState, history: MetricsHistory, now: float, dropped: int, notices: tuple[str, ...] = ()
+) -> RunSnapshot:
+    """Return the snapshot of `state` at the time `now`; `dropped` counts the messages that could not be decoded, and
+    `notices` are the faults that an operator has to mend."""
     members = sorted(state.replicas.membership.members.values(), key=lambda m: m.name)
     return RunSnapshot(
         phase=run_phase(state),
@@ -186,8 +189,11 @@ def snapshot(state: ControllerState, history: MetricsHistory, now: float, droppe
         num_evaluations=history.num_evaluations,
         dropped=dropped,
         alarms=tuple(map(str, state.training.alarms.values())),
+        notices=notices,
         num_prompts=state.plan.num_prompts,
         num_answered=num_answered(state),
+        desired={str(role): num for role, num in state.replicas.desired.counts.items()},
+        draining=tuple(sorted(state.replicas.desired.draining)),
     )
 
 

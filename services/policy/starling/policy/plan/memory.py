@@ -12,6 +12,7 @@ from typing import Final
 from starling.policy.plan.sizes import ModelSizes
 from starling.policy.plan.stages import num_in_flight, num_received, sizes_of_rank, stages_of_rank
 from starling.policy.plan.traffic import FLOAT32, Update, held_elements, num_copies, padded
+from starling.policy.settings.memory import few_probabilities
 from starling.policy.settings.parallel import ParallelSettings
 
 _MOMENTS: Final = 2 * FLOAT32
@@ -71,7 +72,11 @@ def _of_place(
     if parallel.pp > 1:
         in_flight = num_in_flight(parallel, place, update.num_passes)
         is_last = parallel.num_stages - 1 in stages_of_rank(parallel, place)
-    logits = 3 * FLOAT32 * min(chunk_tokens, update.num_tokens / parallel.cp) * sizes.vocabulary / parallel.tp
+    num_trained = update.num_tokens / parallel.cp
+    logits = 3 * FLOAT32 * min(chunk_tokens, num_trained) * sizes.vocabulary / parallel.tp
+    is_whole = item == FLOAT32 and parallel.tp == parallel.pp == 1
+    if is_whole and few_probabilities(num_trained, sizes.vocabulary, chunk_tokens):
+        logits = max(logits, FLOAT32 * num_trained * sizes.vocabulary)  # they are kept for the backward pass
     return RankMemory(
         states=held_elements(own, parallel) * (weights + FLOAT32 + moments),
         gathered=_gathered_bytes(own, parallel, item) if shards else 0.0,

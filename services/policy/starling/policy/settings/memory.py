@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from starling.common.ranges import MAX_COUNT, MAX_TOKENS
 from starling.common.settings import SettingsSection
+
+KEPT_CHUNKS: Final = 8
+"""Chunks of probabilities that may be kept from the forward to the backward pass of the output layer,"""
+MOST_KEPT: Final = 1 << 28
+"""and bytes of them."""
+
+
+def few_probabilities(num_tokens: float, vocabulary: int, chunk_tokens: int) -> bool:
+    """Return whether float32 probabilities of so many tokens are few enough to be kept."""
+    return num_tokens <= KEPT_CHUNKS * chunk_tokens and 4 * num_tokens * vocabulary <= MOST_KEPT
 
 
 class MemorySettings(SettingsSection):
@@ -15,7 +25,8 @@ class MemorySettings(SettingsSection):
 
     logprob_chunk_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """Trained tokens whose logits exist at a time: 2 bytes x vocabulary each in bfloat16, 300 MB for the default and
-    a vocabulary of 150,000. Smaller chunks take more passes over the output layer's weights."""
+    a vocabulary of 150,000. Smaller chunks take more passes over the output layer's weights. In float32, up to 8 chunks
+    of at most 256 MiB are kept from the forward to the backward pass, which need not compute them again then."""
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations of a transformer block to recompute in the backward pass: all (`full`, about a third more
     computation), or all but the results of matrix products and attention (`selective`)."""

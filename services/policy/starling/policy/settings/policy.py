@@ -9,7 +9,15 @@ from pydantic import Field, model_validator
 
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.ranges import MAX_COEFFICIENT, MAX_COUNT, MAX_WHOLE
-from starling.common.settings import ModelSettings, NetworkSettings, Seconds, SettingsSection, WeightsSettings, validate
+from starling.common.settings import (
+    ModelSettings,
+    NetworkSettings,
+    Seconds,
+    SettingsSection,
+    WeightsSettings,
+    shown,
+    validate,
+)
 from starling.policy.settings.alarms import AlarmSettings
 from starling.policy.settings.algorithm import AlgorithmSettings, DistillSettings
 from starling.policy.settings.memory import MemorySettings
@@ -119,7 +127,8 @@ class PolicySettings(SettingsSection):
     def _weights_are_read(self) -> Self:
         if self.weights_from and self.init == "random":
             raise ValueError(
-                f"weights_from = {self.weights_from!r} with init = 'random' would not be read; remove one of the two"
+                f"weights_from = {shown(self.weights_from)} with init = 'random' would not be read; remove one of the "
+                "two"
             )
         return self
 
@@ -168,8 +177,8 @@ def check_adapters(model: ModelSettings, policy: PolicySettings, weights: Weight
         )
     if policy.weights_from:
         raise ValueError(
-            f"policy.weights_from = {policy.weights_from!r} is not compatible with [model.lora]: every replica reads "
-            "the base weights from model.path, so they have to be there; remove it"
+            f"policy.weights_from = {shown(policy.weights_from)} is not compatible with [model.lora]: every replica "
+            "reads the base weights from model.path, so they have to be there; remove it"
         )
     if policy.frozen:
         raise ValueError(

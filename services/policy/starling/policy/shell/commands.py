@@ -121,6 +121,23 @@ class WriteExport(msgspec.Struct, frozen=True, kw_only=True, tag="write_export")
     """Whose ranks write; those of others have nothing to do."""
 
 
+class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile"):
+    """Profile this rank, if it is one of those of the order. It answers nothing, also where it cannot."""
+
+    order: wire.Profile
+
+
+class EndProfile(msgspec.Struct, frozen=True, kw_only=True, tag="end_profile"):
+    """End the profile and write its files. The answer is a `RankProfiled`."""
+
+
+class RankProfiled(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has recorded."""
+
+    text: str = ""
+    files: tuple[str, ...] = ()
+
+
 Command = (
     Load
     | Serve
@@ -138,4 +155,6 @@ Command = (
     | WriteState
     | TakeExport
     | WriteExport
+    | StartProfile
+    | EndProfile
 )

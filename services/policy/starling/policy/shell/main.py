@@ -23,7 +23,10 @@ from starling.common.errors import ConfigError, RestartError, StarlingError, Wei
 from starling.common.kinds import KINDS
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.nodes.agent import NodeAgent
+from starling.common.observe.notify import NotifySocket
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
+from starling.common.observe.profiling.profiler import Profiler
+from starling.common.observe.tracing.traces import open_traces
 from starling.common.offers import OFFER_TIMEOUT_S, OfferSender, lease_failure
 from starling.common.service import (
     ServiceArguments,
@@ -37,10 +40,14 @@ from starling.policy.core.admission import PolicyCommand, PolicyState
 from starling.policy.shell.facts import facts_of, limit_of
 from starling.policy.shell.loading import PolicyProcess, choose_transport
 from starling.policy.shell.peers import PeerServer, StateRequest, request_state, settings_digest
+from starling.policy.shell.profiles import RANKS_WRITE_S
 from starling.policy.shell.ranks import RankLink, RanksDisagreeError
+from starling.policy.shell.step_traces import StepTraces
 from starling.policy.train.errors import PeersLostError, RejectedGroupsError, StepBrokenError
 
-if TYPE_CHECKING:  # they import torch, see `Shell`
+if TYPE_CHECKING:  # they import torch, see `Shell`; or are of an endpoint
+    from starling.common.observe.metrics import Family, Samples
+    from starling.policy.shell.metrics import PolicyMetrics
     from starling.policy.shell.saving import PolicySaver
 
 log = structlog.get_logger(__name__)
@@ -92,11 +99,16 @@ class Shell:
         if self._peers is not None:
             self._peers.listen(self._link.put)
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
+        self._profiler = Profiler(arguments.name, arguments.folder, self._link.report_profile, counts="steps")
+        traces = open_traces(settings.observe.traces, settings.run.id, "policy", arguments.name)
+        self._traces = StepTraces(traces, arguments.name) if traces is not None else None
         self._saver.connect(self._link.answer, self._link.put, self._report)
         self._copying_since: float | None = None
         self._snapshot_place = ""
         """Where the last version was copied; empty before the first."""
         self._report_lock = threading.Lock()
+        self._metrics: PolicyMetrics | None = None
+        """Of the HTTP endpoint; None without one."""
         log.info(
             "ready",
             version=version,
@@ -141,15 +153,13 @@ class Shell:
             shared=folder if self._has_nodes else None,
         )
 
-    def run(self, stop: StopSignal) -> None:
+    def run(self, stop: StopSignal, notify: NotifySocket) -> None:
         """Serve until the controller ends the run."""
-        stop.deadline_s = self._settings.policy.saving.leave_s + EXIT_S
-        stop.install(self._link.wake)
-        self._saver.listen(self._link.wake)
-        self._link.start()
+        self._join(stop, notify)
         reason, is_over = "its service failed", False
         try:
             while not stop:
+                notify.turn(self._link.describe, serves=self._link.joined, samples=self._samples)
                 with self._clock.within("wait_data"):
                     inbound = self._link.receive(IDLE_S)
                 if isinstance(inbound, LinkClosed):
@@ -158,38 +168,85 @@ class Shell:
                         raise inbound.error
                     is_over = True
                     return
-                if isinstance(inbound, ReceivedCommand):
-                    self._take(inbound)
-                elif isinstance(inbound, Future):
-                    inbound.result()  # raises an unexpected error of another thread
-                elif isinstance(inbound, StateRequest):
-                    self._send_state(inbound)
-                elif isinstance(inbound, CancelledLeases):
-                    self._state.give_up(inbound.leases)  # a step in progress cannot be cancelled
-                else:
-                    assert inbound is None, inbound
-                if self._trains and not (self._state.asleep or self._place):
-                    self._saver.save_if_requested(self._state.version)
-                self._expire()
-                self._report()
-                if not (self._state.asleep or self._link.fence.may_keep_devices):
-                    self._sleep()
-                    log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
-                    self._link.rejoin()
+                self._handle(inbound)
+                self._look_after()
             reason, is_over = f"stopped by {stop.name}", True
-            # Saving it would need the devices, and the first of several policies saves it.
-            has_state = self._trains and not (self._state.asleep or self._place)
-            self._saver.leave(self._state.version if has_state else -1)
+            notify.stopping(reason, self._settings.policy.saving.leave_s + EXIT_S + STOP_S)
+            self._saver.leave(self._state.version if self._has_state else -1)
         except StepBrokenError as error:
             reason = f"its weights are not a version ({error}): it must restart from the newest state"
             raise WeightsError(reason) from error  # not a ConfigError, after which it would not be restarted
         finally:
-            if not stop and not self._replica.is_broken:
-                self._await_write()
-            end_within(STOP_S)
-            self._link.close(reason)
-            self._replica.close(is_over=is_over)
-            self._offers.close()
+            self._leave(reason, is_over=is_over, is_stopped=bool(stop))
+
+    def _join(self, stop: StopSignal, notify: NotifySocket) -> None:
+        """Begin to join the run, and to listen to signals."""
+        self._notify = notify
+        if notify.page is not None:
+            from starling.policy.shell.metrics import PolicyMetrics
+
+            self._metrics = PolicyMetrics()
+        # A step may take long, but each of its phases is a turn.
+        self._clock.on_phase = lambda: notify.turn(serves=None)
+        notify.starting("joins the run", self._settings.network.connect_s)
+        stop.deadline_s = self._settings.policy.saving.leave_s + EXIT_S
+        stop.install(self._link.wake)
+        self._saver.listen(self._link.wake)
+        self._link.start()
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether this policy saves its state: that would need the devices, and the first of several policies does."""
+        return self._trains and not (self._state.asleep or self._place)
+
+    def _handle(self, inbound: object) -> None:
+        """Handle what the link has received, if anything."""
+        if isinstance(inbound, ReceivedCommand):
+            self._take(inbound)
+        elif isinstance(inbound, Future):
+            inbound.result()  # raises an unexpected error of another thread
+        elif isinstance(inbound, StateRequest):
+            self._send_state(inbound)
+        elif isinstance(inbound, wire.Profile):
+            self._start_profile(inbound)
+        elif isinstance(inbound, CancelledLeases):
+            self._state.give_up(inbound.leases)  # a step in progress cannot be cancelled
+        else:
+            assert inbound is None, inbound
+
+    def _look_after(self) -> None:
+        """Do what is due between two commands."""
+        if self._has_state:
+            self._saver.save_if_requested(self._state.version)
+        if self._profiler.active is not None and self._profiler.active.is_over(time.monotonic()):
+            self._end_profile()
+        self._expire()
+        self._report()
+        if not (self._state.asleep or self._link.fence.may_keep_devices):
+            self._sleep()
+            log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
+            self._link.rejoin()
+
+    def _leave(self, reason: str, *, is_over: bool, is_stopped: bool) -> None:
+        """Wait for a write in progress, unless a signal has stopped this process, and close everything."""
+        self._clock.watch = None
+        self._profiler.end()
+        if not is_stopped and not self._replica.is_broken:
+            self._notify.stopping(reason, self._settings.policy.saving.patience_s + STOP_S)
+            self._await_write()
+        self._notify.stopping(reason, STOP_S + EXIT_S)
+        end_within(STOP_S)
+        self._link.close(reason)
+        self._replica.close(is_over=is_over)
+        self._offers.close()
+        if self._traces is not None:
+            self._traces.close()
+
+    def _samples(self) -> Samples:
+        """Return the metrics of the HTTP endpoint."""
+        assert self._metrics is not None, "asked for by the page of an endpoint"
+        state = self._state
+        return self._metrics.samples(version=state.version, published=state.published, asleep=state.asleep)
 
     def _await_write(self) -> None:
         """Wait for the write in progress; the data is in host memory, so devices that others share are released."""
@@ -248,7 +305,8 @@ class Shell:
                 case wire.AdoptWeights():
                     self._adopt(message)
                 case wire.SaveCheckpoint():
-                    with self._clock.within("checkpoint"):
+                    patience_s = self._settings.policy.saving.patience_s  # for what is being written
+                    with self._clock.within("checkpoint"), self._notify.patient(patience_s, "saves"):
                         self._saver.save(message)
                 case wire.Sleep():
                     self._sleep()
@@ -267,6 +325,17 @@ class Shell:
             rejected = error.prompts if isinstance(error, RejectedGroupsError) else ()
             self._link.answer(message.lease, lease_failure(message.lease, error, self._state.version, rejected))
 
+    def _start_profile(self, order: wire.Profile) -> None:
+        if self._profiler.arm(order):
+            assert self._profiler.active is not None
+            self._clock.watch = self._profiler.active.enter
+            self._replica.start_profile(order)
+
+    def _end_profile(self) -> None:
+        self._clock.watch = None
+        with self._notify.patient(RANKS_WRITE_S, "writes a profile"):
+            self._profiler.end(self._replica.end_profile)
+
     def _sleep(self) -> None:
         freed_bytes = self._replica.sleep()
         self._link.fence.keeps_devices(False)
@@ -274,12 +343,22 @@ class Shell:
         log.info("asleep", freed_bytes=freed_bytes)
 
     def _train(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> wire.StepTrained:
-        metrics, alarms = self._replica.train(message, buffers)
+        begun_ns = time.time_ns()
+        if self._profiler.active is None:
+            metrics, alarms = self._replica.train(message, buffers)
+        else:
+            with self._profiler.span(f"step {message.step}", groups=len(message.groups)):
+                metrics, alarms = self._replica.train(message, buffers)
+            self._profiler.count()
+        if self._traces is not None:
+            self._traces.trained(message, begun_ns)
         self._state.version, self._place = message.step, message.replica
         if not self._place:
             with self._clock.within("checkpoint"):
                 self._saver.export_if_due(message.step)
         self._link.report(version=message.step, gauges={"tokens_per_s": metrics.get("tokens_per_s", 0.0)})
+        if self._metrics is not None:
+            self._metrics.note_step(metrics)
         return wire.StepTrained(
             lease=message.lease,
             step=message.step,
@@ -294,9 +373,11 @@ class Shell:
         if self._offers.resend(message.lease, message.version):
             return
         self._copying_since = time.monotonic()
+        if self._traces is not None:
+            self._traces.publishing(message)
         self._report()
         try:
-            with self._clock.within("publish_exposed"):
+            with self._clock.within("publish_exposed"), self._profiler.span(f"publish {message.version}"):
                 publication = self._replica.snapshot(message.version, message.layouts, buffers)
         finally:
             self._copying_since = None
@@ -358,6 +439,8 @@ class Shell:
         """Answer with the result of an offer, in the offering thread, while training continues."""
         if isinstance(message, wire.WeightsPublished):
             self._clock.hide(message.offer_s)
+            if self._traces is not None:
+                self._traces.published(message)
         self._link.answer(lease, message, buffers)
 
 
@@ -386,9 +469,16 @@ def make_shell(settings: PolicyProcess, arguments: ServiceArguments) -> Shell | 
     )
 
 
+def _families() -> Sequence[Family]:
+    """Return the metrics of the HTTP endpoint."""
+    from starling.policy.shell.metrics import FAMILIES
+
+    return FAMILIES
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a policy replica, or the agent of one of its nodes."""
-    return serve("policy", PolicyProcess, make_shell, argv)
+    return serve("policy", PolicyProcess, make_shell, argv, families=_families)
 
 
 if __name__ == "__main__":

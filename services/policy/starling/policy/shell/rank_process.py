@@ -18,6 +18,7 @@ from starling.common.observe.process import EXIT_FAILED, end_process
 from starling.policy.shell.commands import (
     AddRoots,
     Command,
+    EndProfile,
     Load,
     Offer,
     ReceiveState,
@@ -27,6 +28,7 @@ from starling.policy.shell.commands import (
     Serve,
     Sleep,
     Snapshot,
+    StartProfile,
     TakeExport,
     TakeState,
     Train,
@@ -35,6 +37,7 @@ from starling.policy.shell.commands import (
     WriteState,
 )
 from starling.policy.shell.facts import share_of
+from starling.policy.shell.profiles import RankProfiles
 from starling.policy.shell.rank import PolicyRank, RankSetup
 from starling.policy.shell.ranks import RankLink
 from starling.policy.train.checkpoint.parts import Part
@@ -63,7 +66,7 @@ def serve_rank(setup: RankSetup, rank: int, first_rank: int, link: RankLink) -> 
             host = RankHost(nodes.number, first_rank, num_ranks, command.store)
         return PolicyRank(setup, rank=rank, host=host)
 
-    work = _RankWork(load)
+    work = _RankWork(load, RankProfiles(setup.arguments, rank))
     decoder = msgspec.msgpack.Decoder(Command)
     while (request := link.receive()) is not None:
         number, encoded = request
@@ -91,8 +94,8 @@ def _answer(link: RankLink, number: int, work: Callable[[], bytes]) -> None:
 class _RankWork:
     """Executes commands on a rank that is not rank 0."""
 
-    def __init__(self, load: Callable[[Load], PolicyRank]) -> None:
-        self._load = load
+    def __init__(self, load: Callable[[Load], PolicyRank], profiles: RankProfiles) -> None:
+        self._load, self._profiles = load, profiles
         self._rank: PolicyRank | None = None
         self._snapshot: PublishedSnapshot | None = None
         self._state: StateSnapshot | None = None
@@ -113,7 +116,7 @@ class _RankWork:
                 rank.serve(decode_layout(command.layout))
                 log.info("ready", transport=rank.publisher.transport)
             case Train():
-                rank.train(command.message, command.buffers)
+                self._profiles.step(rank, command.message, command.buffers)
             case Snapshot():
                 self._snapshot = rank.snapshot(command.version, command.layouts, command.plans)
             case AddRoots():
@@ -128,6 +131,10 @@ class _RankWork:
                 rank.send_state(command.peers, command.group, command.version)
             case ReceiveState():
                 rank.receive_state(command.peers, command.group)
+            case StartProfile():
+                self._profiles.start(rank, command.order)
+            case EndProfile():
+                return self._profiles.end(rank)
             case TakeState():
                 self._state = rank.learner.take_state(command.version)
             case TakeExport():

@@ -27,6 +27,7 @@ import structlog
 from starling.common.errors import ConfigError, RestartError, StarlingError, WeightsError
 from starling.common.nodes.children import END, END_S, Loss, RankProcesses
 from starling.common.nodes.nodes import Nodes
+from starling.common.observe.log import LogStream
 from starling.common.observe.process import EXIT_FAILED, EXIT_RESTART, EXIT_USAGE, end_process
 from starling.policy.train.errors import PeersLostError, StepBrokenError
 
@@ -287,7 +288,7 @@ class Ranks:
         self._end(f"{loss.what}, and the replica starts again from its newest state{log}", EXIT_RESTART)
 
     def _end(self, sentence: str, code: int) -> None:
-        print(f"starling {self._name}: {sentence}", file=sys.stderr)
+        print(f"starling {self._name}: {sentence}", file=LogStream(sys.stderr))
         if self._nodes is not None and code != EXIT_RESTART:
             self._nodes.close(sentence)
         end_process(code)

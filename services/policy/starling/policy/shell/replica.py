@@ -25,6 +25,7 @@ from starling.common.service import ServiceArguments
 from starling.common.wire import messages as wire
 from starling.policy.shell.commands import (
     AddRoots,
+    EndProfile,
     Load,
     Offer,
     ReceiveState,
@@ -34,6 +35,7 @@ from starling.policy.shell.commands import (
     Serve,
     Sleep,
     Snapshot,
+    StartProfile,
     TakeExport,
     TakeState,
     Train,
@@ -43,6 +45,7 @@ from starling.policy.shell.commands import (
 )
 from starling.policy.shell.facts import facts_of, gather_ranks, share_of
 from starling.policy.shell.loading import PolicyProcess
+from starling.policy.shell.profiles import results_of_ranks
 from starling.policy.shell.rank import LayoutParts, PolicyRank, RankSetup, shared_files
 from starling.policy.shell.rank_process import serve_rank
 from starling.policy.shell.ranks import Ranks
@@ -222,6 +225,14 @@ class PolicyReplica:
     def wake(self) -> None:
         """Return to the devices."""
         self._ranks.together(Wake(), self.rank.learner.wake)
+
+    def start_profile(self, order: wire.Profile) -> None:
+        """Have the other ranks start to record, those of the order."""
+        self._ranks.ask(StartProfile(order=order))
+
+    def end_profile(self) -> tuple[str, list[str]]:
+        """Have the other ranks write what they have recorded. Returns that in words, and their files."""
+        return results_of_ranks(self._ranks.ask(EndProfile()))
 
     def close(self, *, is_over: bool) -> None:
         """End all ranks. `is_over`: this process is not started again, so other nodes end, too."""

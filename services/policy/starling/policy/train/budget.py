@@ -111,6 +111,7 @@ def _head_bytes(
         chunk_tokens=chunk_tokens,
         trains_head=is_trained,
         with_entropy_gradient=trainer == "rl" and bool(settings.algorithm.entropy_coefficient),
+        keeps_probabilities=settings.parallel.pp == 1,
     )
     is_tied = is_trained and weight is getattr(model.get_input_embeddings(), "weight", None)
     return found, weight.nbytes if is_tied else 0

@@ -168,7 +168,7 @@ class DpoTrainer(PreferenceTrainer):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probability and number of tokens of each response of a microbatch, both [pairs, 2]."""
         chunk_tokens = self._settings.memory.logprob_chunk_tokens
-        logprobs, _ = token_logprobs(model, inputs, chunk_tokens=chunk_tokens)
+        logprobs, _ = token_logprobs(model, inputs, chunk_tokens=chunk_tokens, keeps_probabilities=self._one_at_a_time)
         numbers, count = _number_responses(packed, inputs)
         sequence = torch.from_numpy(numbers).to(logprobs.device)
         sums = torch.zeros(count, dtype=torch.float64, device=logprobs.device)

@@ -327,6 +327,7 @@ class RlTrainer(Trainer):
             with_entropy_gradient=bool(settings.algorithm.entropy_coefficient),
             kept=kept,
             chunk_tokens=chunk_tokens,
+            keeps_probabilities=self._one_at_a_time,
         )
         student, logprobs = logprobs, logprobs if targets is None else logprobs[:, 0]
         tokens, weights = _loss_tokens(minibatch, inputs, logprobs, context.objective)

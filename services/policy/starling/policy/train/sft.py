@@ -89,7 +89,9 @@ class SftTrainer(Trainer):
         metrics = TokenMetrics(self._gather)
 
         def loss_of(inputs: MicrobatchInputs, _: Any) -> Tensor:
-            logprobs, entropy = token_logprobs(self._model, inputs, chunk_tokens=chunk_tokens)
+            logprobs, entropy = token_logprobs(
+                self._model, inputs, chunk_tokens=chunk_tokens, keeps_probabilities=self._one_at_a_time
+            )
             metrics.add({"entropy": entropy})
             return token_mean(sft_loss(logprobs), num_tokens)
 

@@ -174,6 +174,11 @@ class Trainer:
             losses.append(self._backward(self._router_loss.add_to(loss, inputs, batch.num_sequences, metrics)))
         return losses
 
+    @property
+    def _one_at_a_time(self) -> bool:
+        """Whether the backward pass of a microbatch comes before the forward pass of the next."""
+        return self._parallel is None or self._parallel.pipeline is None
+
     def _add_in_stages(
         self,
         pipeline: Pipeline,

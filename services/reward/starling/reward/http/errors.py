@@ -54,6 +54,17 @@ class HttpError(StarlingError):
         return headers
 
 
+class UnreadableResult(HttpError):
+    """A stored result that is damaged, of another version, or of another program.
+
+    Args:
+        id: of the request.
+    """
+
+    def __init__(self, id: str) -> None:
+        super().__init__(404, f"the result of request {id!r} cannot be read; ask again")
+
+
 class StoreUnavailable(HttpError):
     """The store of requests cannot be reached, or does not answer in time; nothing is known of what it did.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, NamedTuple, Self, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -33,6 +33,7 @@ MAX_TEXT_MIB: Final = 100
 MAX_DETAILS: Final = 20
 """Problems of a body that are reported."""
 
+_Model = TypeVar("_Model", bound=BaseModel)
 Wait = Annotated[float, Field(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)]
 """How long the answer may take, in seconds; beyond it, the answer says that the request is pending."""
 
@@ -123,22 +124,36 @@ def memory_of(data: bytes) -> int:
 
 
 def read_rewards(data: bytes) -> RewardsBody:
-    """Read the body of a request for rewards. Raises HttpError.
+    """Read the body of a request for rewards. Raises HttpError."""
+    return read_json(data, RewardsBody, "the body", "the body is not a request for rewards")
+
+
+def read_json(data: bytes, model: type[_Model], name: str, problem: str) -> _Model:
+    """Read JSON that a client has sent.
 
     Not by FastAPI: Python's own reader takes texts that UTF-8 cannot encode, and numbers that are none.
+
+    Args:
+        data: the JSON.
+        model: what it describes.
+        name: of the data, for the errors.
+        problem: the error for JSON that describes something else; what is wrong with each field is added.
+
+    Raises:
+        HttpError: it is not JSON, or not of this model (422).
     """
     try:
-        return RewardsBody.model_validate(msgspec.json.decode(data))
+        return model.model_validate(msgspec.json.decode(data))
     except ValidationError as error:
         details = [
             {"type": one["type"], "loc": ["body", *one["loc"]], "msg": one["msg"]}
             for one in error.errors(include_url=False, include_input=False, include_context=False)[:MAX_DETAILS]
         ]
-        raise HttpError(422, "the body is not a request for rewards", details=details) from None
+        raise HttpError(422, problem, details=details) from None
     except RecursionError:
-        raise HttpError(422, "the body is nested too deeply") from None
+        raise HttpError(422, f"{name} is nested too deeply") from None
     except ValueError as error:  # msgspec's errors are such, too
-        raise HttpError(422, f"the body is not JSON: {error}") from None
+        raise HttpError(422, f"{name} is not JSON: {error}") from None
 
 
 def rewards_schema() -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from starling.common.addresses import is_loopback
 from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_COUNT, MAX_MIB
+from starling.common.secret_settings import Secret
 from starling.common.settings import Seconds, SettingsSection
 
 TOKEN_VARIABLES: Final = ("REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN")
@@ -26,7 +27,7 @@ class HttpSettings(SettingsSection):
     """Address to listen on. Without a token it must be a loopback address."""
     port: int = Field(default=8080, ge=0, le=65535)
     """Port of reward-0; reward-1 takes the next one, and so on. 0 takes free ones, which are logged."""
-    token: str = ""
+    token: Secret = ""
     """What clients send as `Authorization: Bearer TOKEN`; without it, the environment's `REMOTE_REWARD_TOKEN`."""
     max_body_mb: int = Field(default=64, ge=1, le=MAX_BODY_MIB)
     """Limit on the body of one request, in MiB; beyond it the answer is 413."""
@@ -54,7 +55,7 @@ class HttpSettings(SettingsSection):
     process continues. `redis`: shared by several instances behind a load balancer, which take over from each other."""
     store_path: str = ""
     """File of the store `sqlite`, on a local disk; without it, `requests-<name>.sqlite` in the service's folder."""
-    redis_url: str = Field(default="", repr=False)
+    redis_url: Secret = ""
     """The store `redis`: `redis://USER:PASSWORD@HOST:PORT/DATABASE`, `rediss://` with TLS, or `unix://PATH`."""
     redis_ca_file: str = ""
     """Certificates (PEM) of those who sign that of a `rediss://` server; without it, those of the system."""
@@ -99,16 +100,9 @@ class HttpSettings(SettingsSection):
         """Raise ConfigError for a public address without a token, or a token that an HTTP header cannot carry."""
         if not (token.isascii() and token.isprintable()):
             raise ConfigError("the token of reward.http has characters that a header cannot have; use printable ASCII")
-        if token or _is_loopback(self.host):
+        if token or is_loopback(self.host):
             return
         raise ConfigError(
             f"reward.http.host is {self.host!r}, which others can reach, and there is no token: set reward.http.token, "
             f"the environment variable {TOKEN_VARIABLES[0]}, or the host to 127.0.0.1"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

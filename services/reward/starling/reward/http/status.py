@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from starling.common.observe.metrics import Samples
 from starling.reward.core.media import Input
 
 ALIVE_S: Final = 10.0
@@ -30,6 +31,8 @@ class ServiceStatus:
     """As in the heartbeats of a replica."""
     answered: Mapping[str, int] = field(default_factory=dict)
     """Samples that were answered, by their status."""
+    samples: Samples = field(default_factory=dict)
+    """Of the metrics that are measured."""
 
     @property
     def is_alive(self) -> bool:

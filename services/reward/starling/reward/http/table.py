@@ -22,7 +22,7 @@ import structlog
 
 from starling.common.wire.messages import Status
 from starling.reward.core.requests import RequestResult, RewardRequest
-from starling.reward.http.errors import HttpError, StoreUnavailable
+from starling.reward.http.errors import HttpError, StoreUnavailable, UnreadableResult
 from starling.reward.http.settings import HttpSettings
 from starling.reward.http.stores.store import (
     ENTRY_BYTES,
@@ -260,6 +260,7 @@ class RequestTable:
 
         Raises:
             HttpError: there is no such request, or no more; or the store cannot be reached.
+            UnreadableResult: others have written what the store has as its result.
         """
         end = self._clock() + wait_s
         num_polls = 0
@@ -437,7 +438,7 @@ class RequestTable:
             return decode_result(data)
         except ValueError as error:
             log.warning("stored_result_refused", id=id, reason=str(error))
-            raise HttpError(404, f"the result of request {id!r} cannot be read; ask again") from None
+            raise UnreadableResult(id) from None
 
     def _unknown(self, id: str) -> HttpError:
         return HttpError(404, f"there is no request {id[:100]!r}, or its result has expired; ask again")

@@ -16,6 +16,8 @@ from typing import Any, Final
 import structlog
 
 from starling.common.http.server import HttpAddress, HttpServer, check_address, replica_port
+from starling.common.observe.metrics import Samples
+from starling.common.observe.page import SAMPLE_INTERVAL_S
 from starling.common.settings import environment_variable
 from starling.common.wakeup import Wakeup
 from starling.reward.core import requests as core
@@ -32,7 +34,8 @@ from starling.reward.http.status import ServiceStatus
 from starling.reward.http.stores.make import make_store
 from starling.reward.http.table import RequestTable
 from starling.reward.score.decode.geometry import pixel_bytes, read_geometries
-from starling.reward.score.decode.pool import AnyPool
+from starling.reward.score.decode.start import AnyPool
+from starling.reward.score.metrics import Latencies
 from starling.reward.score.workers.shared import MediaMemory
 from starling.reward.settings import RewardSettings
 
@@ -86,6 +89,9 @@ class HttpFrontEnd:
         self._wakeup = Wakeup()
         self._status = ServiceStatus()
         self._answered: Counter[str] = Counter()
+        self._latencies, self._sampled_at = Latencies("http"), float("-inf")
+        self._samples: Samples = {}
+        """Measured about once a second."""
         geometries = read_geometries(settings.decoder.folders)
         reader = RewardsReader(
             self._scorers,
@@ -110,6 +116,7 @@ class HttpFrontEnd:
             scorers=scorers_by_type([(scorer.title, scorer.name) for scorer in settings.scorers]),
             memory=media,
             pushed=PushedScores(http.pushed_types, http.timeout_s, http.result_ttl_s),
+            inputs=lambda: self._status.inputs,
             replica_id=environment_variable(REPLICA_VARIABLE) or "",
         )
         self._server = HttpServer(
@@ -123,6 +130,15 @@ class HttpFrontEnd:
     def descriptors(self) -> tuple[int, ...]:
         """Readable when `receive` has something to do."""
         return (self._wakeup.fileno(),)
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are accepted: from `start` on."""
+        return True
+
+    def describe(self) -> str:
+        """Return the state in one line."""
+        return f"serves {self._server.url}, {sum(self._answered.values())} samples scored"
 
     def wake(self) -> None:
         """Make `descriptors` readable; from any thread, and in a signal handler."""
@@ -142,11 +158,20 @@ class HttpFrontEnd:
         while not self._arrived.empty():
             match self._arrived.get():
                 case core.RewardRequest() as request:
+                    self._latencies.begin(request.id, now)
                     self._carry_out(pool, self._requests.add(request, now))
                 case CancelRequest(id=id):
+                    self._latencies.forget(id)
                     self._carry_out(pool, self._requests.cancel(id))
         self._carry_out(pool, self._requests.expire(now))
         return True
+
+    def measure(self) -> None:
+        """Nothing is left to do: the latencies of requests are always measured."""
+
+    def samples(self) -> Samples:
+        """Return the measured metrics."""
+        return self._latencies.samples()
 
     def next_deadline(self) -> float | None:
         """When `receive` must be called at the latest, in monotonic seconds; None without such a time."""
@@ -158,16 +183,20 @@ class HttpFrontEnd:
 
     def report(self, pool: AnyPool) -> None:
         """Say that the scoring thread is alive, and what it does."""
+        now = time.monotonic()
+        if now - self._sampled_at >= SAMPLE_INTERVAL_S:
+            self._samples, self._sampled_at = {**pool.samples(), **self._latencies.samples()}, now
         forms = [pool.form_of(scorer) for scorer in range(len(self._scorers))]
         inputs = tuple(form and form.media for form in forms)
         self._status = ServiceStatus(
-            said_at=time.monotonic(),
+            said_at=now,
             scorers=_described(self._scorers, inputs),
             inputs=inputs,
             is_ready=pool.is_ready,
             quarantined=pool.quarantined(),
             gauges=pool.gauges(),
             answered=dict(self._answered),
+            samples=self._samples,
         )
 
     def close(self, reason: str) -> None:
@@ -186,6 +215,7 @@ class HttpFrontEnd:
                 case CancelTask(lease=task_id):
                     pool.cancel(task_id)
                 case core.Answer(result=result):
+                    self._latencies.end(result.id, time.monotonic())
                     self._answered.update(map(str, result.statuses))
                     self._server.loop.call_soon_threadsafe(self._table.finish, result)
 

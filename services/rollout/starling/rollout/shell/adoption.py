@@ -218,6 +218,11 @@ class Adoptions:
             reads=finished.reads(message.source),
         )
 
+    @property
+    def last_report(self) -> PullReport | None:
+        """The report of the last pull that succeeded."""
+        return None if self._finished is None else self._finished.report
+
     def cancel(self) -> None:
         """Cancel the current pull."""
         self._cancelled.set()

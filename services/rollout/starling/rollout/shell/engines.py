@@ -164,4 +164,6 @@ class ThroughputMeter:
         self._num_tokens, self._measured_at = engine.num_tokens, now
         if not num_tokens and not engine.num_running:  # an idle engine keeps its last throughput
             return None
-        return {"tokens_per_s": num_tokens / elapsed, "rows": engine.num_running}
+        used = getattr(engine, "kv_cache_ratio", None)
+        cache = {} if used is None else {"kv_cache_share": used}
+        return {"tokens_per_s": num_tokens / elapsed, "rows": engine.num_running, **cache}

@@ -13,7 +13,10 @@ import structlog
 from starling.algo.text import decode
 from starling.common.errors import StarlingError
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
+from starling.common.observe.notify import NotifySocket
 from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, end_process, end_within
+from starling.common.observe.profiling.profiler import Profiler
+from starling.common.observe.tracing.traces import open_traces
 from starling.common.service import ServiceArguments, link_settings, serve
 from starling.common.wire import messages as wire
 from starling.rollout.api.start import start_api
@@ -34,8 +37,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from starling.common.nodes.agent import NodeAgent
+    from starling.common.observe.metrics import Family, Samples
     from starling.rollout.api.server import ApiServer
     from starling.rollout.engine.base import Engine
+    from starling.rollout.shell.metrics import RolloutMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -98,6 +103,8 @@ class Shell:
         hello = hello_of(own, self._engine, self._engine_factory.checkpoint)
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(layout),))
         self._wake = self._link.wake
+        self._profiler = Profiler(arguments.name, arguments.folder, self._link.report_profile)
+        self._traces = open_traces(settings.observe.traces, settings.run.id, "rollout", arguments.name)
         self._groups = EngineGroups(self._link.answer, lambda ids: decode(self._tokenizer, ids))
         self._adoptions = Adoptions(self._link, settings)
         tools = self._environment.tools if self._environment else ()
@@ -110,6 +117,8 @@ class Shell:
         self._environment_groups: EnvironmentGroups | None = None
         self._api: ApiServer | None = None
         self._throughput, self._reported_at = ThroughputMeter(), float("-inf")
+        self._metrics: RolloutMetrics | None = None
+        """Of the HTTP endpoint; None without one."""
 
     def _start_environment(self) -> EnvironmentGroups | None:
         """Start the runner of episodes, if `rollout.environment.kind` names an environment."""
@@ -131,8 +140,14 @@ class Shell:
             version=lambda: self._core.version,
         )
 
-    def run(self, stop: StopSignal) -> None:
+    def run(self, stop: StopSignal, notify: NotifySocket) -> None:
         """Serve until the controller ends the run, or `stop` is requested."""
+        self._notify = notify
+        if notify.page is not None:
+            from starling.rollout.shell.metrics import RolloutMetrics
+
+            self._metrics = RolloutMetrics(time.monotonic())
+        notify.starting("joins the run", self._settings.network.connect_s)
         stop.install(self._link.wake)
         self._link.start()
         reason, ended = "its service failed", False
@@ -154,13 +169,17 @@ class Shell:
                 reason = f"stopped by {stop.name}"
             if self._nodes is not None:
                 self._nodes.is_over = True
+            notify.stopping(reason, STOP_S)
             self._interrupt(reason)
             if self._environment_groups is not None:
                 for lease in self._environment_groups.interrupt(reason, self._link.answer):
                     self._act(self._core.finished(lease))
         finally:
             end_within(STOP_S)
+            self._profiler.end()
             self._close(reason)
+            if self._traces is not None:
+                self._traces.close()
 
     def _close(self, reason: str) -> None:
         # The queue first: environments and the server wait for its requests.
@@ -188,7 +207,11 @@ class Shell:
         try:
             self._engine_queue.serve(self._engine, admit=self._core.may_generate)
             if self._may_step:
-                self._step()
+                if self._profiler.active is None:
+                    self._step()
+                else:
+                    with self._profiler.span("engine step"):
+                        self._step()
         except EngineLostError as error:
             self._engine_error = error
         self._check_and_report()
@@ -206,6 +229,10 @@ class Shell:
         if now - self._reported_at < REPORT_INTERVAL_S:
             return
         self._reported_at = now
+        self._notify.turn(self._link.describe, serves=self._link.joined, samples=self._samples)
+        if self._metrics is not None:
+            self._metrics.note(self._engine, now)
+        self._profiler.check()
         self._act(self._core.tick(now))
         if not self._link.fence.may_keep_devices:
             self._act(self._core.fenced())
@@ -222,6 +249,11 @@ class Shell:
         if gauges := self._throughput.measured(self._engine, now):
             self._link.report(gauges=gauges)
 
+    def _samples(self) -> Samples:
+        """Return the metrics of the HTTP endpoint."""
+        assert self._metrics is not None, "asked for by the page of an endpoint"
+        return self._metrics.samples(self._engine, self._core.version)
+
     def _decide(self, inbound: Any) -> list[core.Action]:
         match inbound:
             case ReceivedCommand(message=message) if not self._link.work(message.lease):
@@ -236,13 +268,21 @@ class Shell:
                 return self._core.sleep(message)
             case ReceivedCommand(message=wire.Wake() as message):
                 return self._core.wake(message)
+            case wire.Profile():
+                self._profiler.arm(inbound)
+                return []
             case PreparedPrompt():
                 return self._begin(inbound) if self._preparation.take(inbound.message.lease) else []
             case PlayedGroup(lease=lease):
                 assert self._environment_groups is not None, "it has played the group"
                 answered = self._environment_groups.answer(inbound, self._link.answer)
+                self._note_ended(lease)
+                if self._metrics is not None:
+                    self._metrics.note_group(ok=answered)
                 return self._core.finished(lease) if answered else []
             case PullEnded(lease=lease, problem=problem):
+                if self._metrics is not None:
+                    self._metrics.note_pull(None if problem else self._adoptions.last_report)
                 return self._core.pulled(lease, problem)
             case CancelledLeases(leases=leases):
                 return self._core.cancelled(leases)
@@ -274,11 +314,16 @@ class Shell:
         match action:
             case core.StartGroup():
                 return self._accept(action)
-            case core.PullWeights():
+            case core.PullWeights(message=message):
                 self._pause_or_resume()
+                if self._profiler.active is not None:
+                    self._profiler.active.spans.begin(message.lease, f"adopt {message.version}", source=message.source)
                 self._adoptions.pull(self._engine, action)
-            case core.SwitchWeights():
-                return self._adoptions.switch(self._engine, self._core, action)
+            case core.SwitchWeights(lease=lease):
+                with self._profiler.span("switch weights"):
+                    actions = self._adoptions.switch(self._engine, self._core, action)
+                self._note_ended(lease, counts=False)
+                return actions
             case core.PublishVersion(message=message):
                 self._publish(message)
             case core.CancelGroup(lease=lease):
@@ -305,7 +350,20 @@ class Shell:
 
     # --- groups ----------------------------------------------------------------------------------------------------
 
+    def _note_ended(self, lease: str, *, counts: bool = True) -> None:
+        """End the span of a lease; `counts`: it was that of a group, which was answered."""
+        if self._traces is not None:
+            self._traces.end(lease, "generate", replica=self._arguments.name, lease=lease, answered=counts)
+        if self._profiler.active is not None and self._profiler.active.spans.end(lease) and counts:
+            self._profiler.count()
+
     def _accept(self, order: core.StartGroup) -> list[core.Action]:
+        if self._traces is not None and order.message.purpose == "train":
+            self._traces.begin(order.message.lease, order.message.prompt.id)
+        if self._profiler.active is not None:
+            message = order.message
+            fields = {"prompt": message.prompt.id, "completions": message.num_completions}
+            self._profiler.active.spans.begin(message.lease, "generate", **fields)
         self._groups.accept(order)
         prepared = self._preparation.begin(order.message)
         return [] if prepared is None else self._begin(prepared)
@@ -335,10 +393,14 @@ class Shell:
             if self._engine_queue.settle(result) or self._groups.begin_anew(self._engine, result):
                 continue
             reason = self._groups.answer(result)
+            self._note_ended(result.lease)
+            if self._metrics is not None:
+                self._metrics.note_group(ok=reason is None)
             failed = [] if reason is None else [core.FailLease(result.lease, reason)]
             self._act([*failed, *self._core.finished(result.lease)])
 
     def _cancel_group(self, lease: str) -> None:
+        self._note_ended(lease, counts=False)
         self._preparation.cancel(lease)
         if self._environment_groups is not None:
             self._environment_groups.cancel(lease)
@@ -368,13 +430,16 @@ class Shell:
             ServiceStopped: the process is to stop, and there is no engine now.
         """
         log.error("engine_lost", reason=str(error))
+        if self._metrics is not None:
+            self._metrics.note_lost(self._engine)
         self._act(self._core.lost())
         self._interrupt(f"its engine was lost: {error}", lost=True)
         self._adoptions.cancel()
         left_s = self._settings.rollout.vllm.start_timeout_s
         wait = wire.Wait(what="another engine to start", on="engine", since_s=0.0, seconds_left=left_s)
         self._link.report(version=-1, waits=(wait,))
-        self._engine = self._engine_factory.replace(self._engine, error, stop)
+        with self._notify.patient(left_s * (1 + self._settings.rollout.max_engine_restarts), "starts another engine"):
+            self._engine = self._engine_factory.replace(self._engine, error, stop)
         self._engine_error, self._is_resumed = None, True
         self._throughput.reset()
         actions = self._core.replaced(self._engine.version)
@@ -406,6 +471,7 @@ class Shell:
         return actions
 
     def _fail(self, lease: str, reason: str, *, fatal: bool = False) -> None:
+        self._note_ended(lease, counts=False)
         log.warning("failed", lease=lease, reason=reason)
         failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=fatal)
         self._link.answer(lease, failed)
@@ -418,9 +484,16 @@ def make_shell(settings: RolloutProcess, arguments: ServiceArguments) -> Shell |
     return make_agent(settings, arguments)
 
 
+def _families() -> Sequence[Family]:
+    """Return the metrics of the HTTP endpoint."""
+    from starling.rollout.shell.metrics import FAMILIES
+
+    return FAMILIES
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a rollout replica, or the agent of one of its nodes."""
-    return serve("rollout", RolloutProcess, make_shell, argv)
+    return serve("rollout", RolloutProcess, make_shell, argv, families=_families)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ import numpy as np
 import structlog
 
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
+from starling.common.observe.notify import NotifySocket
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
+from starling.common.observe.profiling.profiler import Profiler
+from starling.common.observe.tracing.traces import open_traces
 from starling.common.service import (
     ServiceArguments,
     check_model_folder,
@@ -23,7 +26,9 @@ from starling.common.wire import messages as wire
 from starling.rollout.settings import TeacherProcess
 
 if TYPE_CHECKING:
+    from starling.common.observe.metrics import Family, Samples
     from starling.rollout.engine.teacher import TokenLogprobs
+    from starling.rollout.shell.metrics import TeacherMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -50,13 +55,25 @@ class Shell:
         )
         hello = wire.Hello(role="teacher", host=host_name(), pid=os.getpid(), num_slots=teacher.num_slots)
         self._link = ControllerLink(link_settings(arguments, settings), hello)
+        self._profiler = Profiler(arguments.name, arguments.folder, self._link.report_profile)
+        self._name = arguments.name
+        self._traces = open_traces(settings.observe.traces, settings.run.id, "teacher", arguments.name)
+        self._connect_s = settings.network.connect_s
         self._queue: dict[str, ReceivedCommand] = {}
         """Groups that wait to be scored, by lease, in order of arrival."""
         self._num_tokens, self._reported_at = 0, time.monotonic()
+        self._metrics: TeacherMetrics | None = None
+        """Of the HTTP endpoint; None without one."""
         log.info("ready", model=str(path), top_k=teacher.top_k)
 
-    def run(self, stop: StopSignal) -> None:
+    def run(self, stop: StopSignal, notify: NotifySocket) -> None:
         """Serve until the controller ends the run, or `stop` is requested."""
+        self._notify = notify
+        if notify.page is not None:
+            from starling.rollout.shell.metrics import TeacherMetrics
+
+            self._metrics = TeacherMetrics()
+        notify.starting("joins the run", self._connect_s)
         stop.install(self._link.wake)
         self._link.start()
         reason = "its service failed"
@@ -64,8 +81,12 @@ class Shell:
             ended = self._serve(stop)
             reason = f"stopped by {stop.name}" if ended is None else ended.reason
         finally:
+            notify.stopping(reason, STOP_S)
             end_within(STOP_S)
+            self._profiler.end()
             self._link.close(reason)
+            if self._traces is not None:
+                self._traces.close()
         if ended is not None and ended.error is not None:
             raise ended.error
 
@@ -77,18 +98,35 @@ class Shell:
                 match inbound:
                     case ReceivedCommand(message=wire.ScoreTokens() as message):
                         self._queue[message.lease] = inbound
+                        if self._traces is not None:
+                            self._traces.begin(message.lease, message.prompt_id)
                     case CancelledLeases(leases=leases):
                         for lease in leases:
                             self._queue.pop(lease, None)
+                    case wire.Profile():
+                        self._profiler.arm(inbound)
                     case LinkClosed():
                         return inbound
                     case _:
                         raise AssertionError(f"a teacher is not sent {inbound!r}")
                 inbound = self._link.receive(0.0)
             if self._queue:
-                self._score(self._queue.pop(next(iter(self._queue))))
+                command = self._queue.pop(next(iter(self._queue)))
+                with self._profiler.span("score", lease=command.message.lease):
+                    self._score(command)
+                self._profiler.count()
+                if self._traces is not None:
+                    lease = command.message.lease
+                    self._traces.end(lease, "score tokens", replica=self._name, lease=lease)
+            self._profiler.check()
             self._report()
+            self._notify.turn(self._link.describe, serves=self._link.joined, samples=self._samples)
         return None
+
+    def _samples(self) -> Samples:
+        """Return the metrics of the HTTP endpoint."""
+        assert self._metrics is not None, "asked for by the page of an endpoint"
+        return self._metrics.samples(len(self._queue))
 
     def _score(self, command: ReceivedCommand) -> None:
         from starling.rollout.engine.teacher import TeacherRequestError
@@ -106,8 +144,12 @@ class Shell:
             log.warning("failed", lease=message.lease, reason=reason)
             failed = wire.LeaseFailed(lease=message.lease, status=wire.Status.INFRA_LOST, reason=reason, fatal=True)
             self._link.answer(message.lease, failed)
+            if self._metrics is not None:
+                self._metrics.note_group(0, ok=False)
             return
         self._num_tokens += len(token_ids)
+        if self._metrics is not None:
+            self._metrics.note_group(len(token_ids), ok=True)
         self._link.answer(message.lease, *scored_message(message.lease, scores))
 
     def _report(self) -> None:
@@ -129,9 +171,16 @@ def scored_message(lease: str, scores: TokenLogprobs) -> tuple[wire.TokensScored
     return wire.TokensScored(lease=lease, tensors=tensors), tuple(array.tobytes() for array in arrays.values())
 
 
+def _families() -> Sequence[Family]:
+    """Return the metrics of the HTTP endpoint."""
+    from starling.rollout.shell.metrics import TEACHER_FAMILIES
+
+    return TEACHER_FAMILIES
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a teacher."""
-    return serve("teacher", TeacherProcess, Shell, argv)
+    return serve("teacher", TeacherProcess, Shell, argv, families=_families)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,7 @@ from starling.common.net import curve
 from starling.common.net.binding import bind
 from starling.common.net.frames import is_readable, receive_routed, send
 from starling.common.net.hub.connections import PeerConnection, PeerConnections, close_connection
+from starling.common.net.hub.notices import Notices
 from starling.common.net.hub.publishing import SnapshotPublisher
 from starling.common.net.hub.traffic import MAX_SUBSCRIBERS, SUBSCRIBER_BYTES, TrafficGuard
 from starling.common.net.limits import (
@@ -49,6 +51,8 @@ from starling.common.wire.messages import (
     Leave,
     Refused,
     ReleaseLeases,
+    RequestSettings,
+    RoleSettings,
     Up,
 )
 
@@ -77,6 +81,9 @@ SEND_HIGH_WATER: Final = 1000
 """Messages that are queued for a peer that does not read."""
 REFUSE_EVERY_S: Final = 0.1
 """How often, at most, the holder of a key is sent why it is refused."""
+SETTINGS_EVERY_S: Final = 0.5
+MODEL_EVERY_S: Final = 5.0
+"""How often, at most, the holder of a key is sent the settings of its role, and the files of the model with them."""
 WARN_EVERY_S: Final = 60.0
 """How often, at most, a peer that does not read is logged."""
 MAX_WARNINGS: Final = 10_000
@@ -91,7 +98,15 @@ _USER: Final[Any] = b"User-Id"
 _RCVTIMEO: Final = int(zmq.RCVTIMEO)
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 """As a number for `setsockopt`: to assign `rcvtimeo` takes four times as long, and releases change it every ms."""
+WRONG_KEY_EVERY_S: Final = 600.0
+"""How often, at most, it is logged that services have another key of this controller."""
 STRANGER: Final = "an unknown peer"
+WRONG_CONTROLLER_KEY: Final = (
+    "a service has another key of this controller than {key}, and cannot connect; its log names it; give it its key "
+    "file of this run"
+)
+FAULTS: Final = frozenset({"protocol", "run", "key", "role"})
+"""Kinds of bad messages that are faults of an installation, and end the peer."""
 
 
 class ReceivedMessage(msgspec.Struct, frozen=True):
@@ -107,6 +122,10 @@ class PeerDisconnected:
     """The connection of a peer closed."""
 
     name: str
+
+
+SettingsSource = Callable[[str, bool], tuple[RoleSettings, codec.Buffers]]
+"""Returns the settings of a role, if asked with the files of the model. It must not raise, nor take long."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +159,13 @@ class Hub:
         self.dropped: Counter[str] = Counter()
         self.num_unsent = 0
         """Messages that could not be sent, because their peers do not read."""
+        self.notices = Notices()
+        """Faults that an operator has to mend."""
         self._warned: set[tuple[str, str]] = set()
+        self._num_wrong_keys, self._wrong_key_at = 0, float("-inf")
+        """Handshakes that failed for a wrong key of this controller, and when that was logged last."""
+        self.settings_source: SettingsSource | None = None
+        """What a process that wants to join is told. None: such requests are dropped."""
         self._keys, self._limits = keys, limits
         self._max_bytes = dict(MAX_BYTES)
         self._peers = PeerConnections()
@@ -151,6 +176,7 @@ class Hub:
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = None
         self._allowed = curve.AllowList({}) if keys is None else curve.AllowList(keys.allowed, keys.folder)
+        self._allowed.on_refusal = lambda text: self.notices.add("key", text, time.monotonic())
         if keys is not None:
             self._authenticator = curve.start_authenticator(self._context, self._allowed)
         self._socket = self._open(zmq.ROUTER)
@@ -189,6 +215,7 @@ class Hub:
                 self._subscribers.note_events(now)
                 for guard in (self._traffic, self._subscribers):
                     guard.check(now)
+                self._note_wrong_keys(now)
                 if now >= self._reload_at:
                     self._reload_at = now + RELOAD_EVERY_S
                     self._note_revoked()
@@ -377,9 +404,14 @@ class Hub:
             message = codec.unpack_up(parts)
             if type(message) is Hello or type(message) not in rules.allowed:
                 rules.check(envelope.sender, message)
+            if type(message) is RequestSettings:
+                self._send_settings(route, envelope, message, rules, allowance)
+                return None
+            if not envelope.run:
+                raise WireError(f"this is run {self.run}, and the message names none", "run")
         except WireError as error:
             self._drop(route, last, error)
-            if envelope is not None and error.kind in ("protocol", "run", "key", "role"):
+            if envelope is not None and error.kind in FAULTS:
                 self._refuse(route, envelope, str(error), allowance)
             return None
         is_new = peer is None or peer.incarnation != envelope.incarnation or peer.name != envelope.sender
@@ -393,8 +425,12 @@ class Hub:
         """Return the rules of the sender. Raises WireError if the message is of another run, or of another sender."""
         sender = envelope.sender
         if envelope.protocol != PROTOCOL_VERSION:
-            raise WireError(f"protocol {envelope.protocol} instead of {PROTOCOL_VERSION}", "protocol")
-        if envelope.run != self.run:
+            raise WireError(
+                f"it speaks version {envelope.protocol} of the protocol, and the controller version "
+                f"{PROTOCOL_VERSION}; install the same version of Starling for both",
+                "protocol",
+            )
+        if envelope.run != self.run and envelope.run:  # `_decode` looks at messages without a run
             raise WireError(f"this is run {self.run}, not {envelope.run}", "run")
         # Checked for each message: a routing id proves no name, and the key of the connection does.
         if self._keys is not None and self._owner(frame) != sender:
@@ -450,6 +486,17 @@ class Hub:
             self._closed += [(peer.name, peer.route) for peer in self._peers.with_descriptors(descriptors)]
             self._peers.note_closed(descriptors)
 
+    def _note_wrong_keys(self, now: float) -> None:
+        """Report services that have another public key of this controller; no message of them can arrive."""
+        num = self._traffic.num_wrong_keys + self._subscribers.num_wrong_keys
+        if num == self._num_wrong_keys or self._keys is None:
+            return
+        self._num_wrong_keys = num
+        self.notices.add("controller key", WRONG_CONTROLLER_KEY.format(key=self._keys.own.public), now)
+        if now >= self._wrong_key_at + WRONG_KEY_EVERY_S:
+            self._wrong_key_at = now
+            log.warning("wrong_controller_key", public_key=self._keys.own.public)
+
     def _note_revoked(self) -> None:
         """Disconnect peers whose keys were revoked; messages that they have sent already are dropped."""
         if not self._allowed.reload():
@@ -489,6 +536,8 @@ class Hub:
     def _drop(self, route: bytes, frame: zmq.Frame, error: WireError) -> None:
         self.dropped[error.kind] += 1
         warning = (self._name_of(route, frame), error.kind)
+        if error.kind in FAULTS:
+            self.notices.add(" ".join(warning), f"{warning[0]} is refused: {error}", time.monotonic())
         if warning not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add(warning)
             log.warning("dropped a message", peer=warning[0], kind=error.kind, reason=str(error)[:MAX_LOGGED])
@@ -496,6 +545,36 @@ class Hub:
     def _name_of(self, route: bytes, frame: zmq.Frame) -> str:
         peer = self._peers.by_route.get(route)
         return self._owner(frame) or (peer.name if peer is not None else STRANGER)
+
+    def _send_settings(
+        self,
+        route: bytes,
+        envelope: Envelope,
+        message: RequestSettings,
+        rules: RoleRules,
+        allowance: PeerAllowance,
+    ) -> None:
+        """Send the settings of its role to a process that has a key, without making it a peer.
+
+        A peer of its name keeps its connection. The bytes of files are those of the source: what waits for a process
+        that does not read takes no memory of its own.
+        """
+        now = time.monotonic()
+        interval_s = MODEL_EVERY_S if message.with_model else SETTINGS_EVERY_S
+        asked_at = allowance.asked_at.get(message.with_model, float("-inf"))
+        if self.settings_source is None or now < asked_at + interval_s:
+            return
+        allowance.asked_at[message.with_model] = now
+        settings, buffers = self.settings_source(rules.role, message.with_model)
+        settings = msgspec.structs.replace(settings, connected=envelope.sender in self._peers.by_name)
+        answer = Envelope(
+            protocol=PROTOCOL_VERSION, run="", sender=curve.CONTROLLER, incarnation=self.incarnation, seq=0
+        )
+        try:
+            send(self._socket, [route, *codec.pack(answer, settings, buffers)])
+        except zmq.ZMQError:
+            return  # it is gone already
+        allowance.take_time(time.monotonic() - now)
 
     def _refuse(self, route: bytes, envelope: Envelope, reason: str, allowance: PeerAllowance) -> None:
         """Send a peer that can never become a member the reason, in an envelope that it accepts as its own run's.

@@ -46,7 +46,9 @@ PING_BYTES_PER_S: Final = 16.0
 """Bytes that a connection may send in no message: pings and their answers."""
 CHECKED_AT_ONCE: Final = 256
 """Connections that one look checks, in a millisecond; 10,000 take two seconds."""
-_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_WRONG_KEY: Final = zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
+"""Why a handshake fails whose sender knows another public key of this end."""
 _RECEIVED: Final = struct.Struct("=Q")
 _RECEIVED_AT: Final = 128
 """Offset of `tcpi_bytes_received` in the kernel's `struct tcp_info` (Linux 4.1)."""
@@ -115,6 +117,8 @@ class TrafficGuard:
         self._due: deque[ConnectionTraffic] = deque()
         self.num_closed = 0
         """Connections that exceeded their limits."""
+        self.num_wrong_keys = 0
+        """Handshakes of peers that know another public key of this socket."""
 
     @property
     def num_open(self) -> int:
@@ -126,6 +130,9 @@ class TrafficGuard:
         closed = set[int]()
         while (received := receive(self.monitor)) is not None:
             event = parse_monitor_message(received[0])
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # its value is a reason, and no descriptor
+                self.num_wrong_keys += event["value"] == _WRONG_KEY
+                continue
             descriptor = int(event["value"])
             self._forget(descriptor)
             if event["event"] == zmq.EVENT_DISCONNECTED:

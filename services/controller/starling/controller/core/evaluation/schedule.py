@@ -205,7 +205,7 @@ def _pin_more(state: ControllerState, evaluation: Evaluation, num: int, rollouts
     version, leases, free = evaluation.version, state.replicas.leases, []
     excluded = evaluation.pinned | _passed_over(state, evaluation)
     for member in rollouts:
-        if member.name in excluded or member.is_follower:
+        if member.name in excluded or member.is_follower or member.name in state.replicas.desired.draining:
             continue
         adopting = leases.num(member.name, "adopt") > 0
         holds = member.version == version and not adopting

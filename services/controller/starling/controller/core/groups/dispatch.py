@@ -113,7 +113,9 @@ def _may_generate(state: ControllerState) -> bool:
         wanted: dict[Role, int] = {
             "rollout": plan.num_rollouts, "reward": plan.num_rewards, "teacher": plan.num_teachers
         }  # fmt: skip
-        replicas.had_quorum = all(replicas.membership.num(role) >= num for role, num in wanted.items())
+        replicas.had_quorum = all(
+            replicas.membership.num(role) >= replicas.desired.at_start(role, num) for role, num in wanted.items()
+        )
     return replicas.had_quorum
 
 

@@ -412,7 +412,8 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     if not wire.TRAINABLE_STATUSES.issuperset(message.statuses) or None in message.rewards:
         reason = "; ".join([problem[:MAX_REASON_CHARACTERS] for problem in message.problems[:3]])
         note_unscored(state, group, member)
-        retry(state, groups, group, reason or "a scorer gave no reward", member.name)
+        failed = next((one for one in message.statuses if one not in wire.TRAINABLE_STATUSES), wire.Status.REWARD_ERROR)
+        retry(state, groups, group, reason or "a scorer gave no reward", member.name, status=failed)
         return
     try:
         check_rewards(message, len(group.trajectories), state.plan.num_scorers)

@@ -1,4 +1,4 @@
-"""Operators' commands: status, why, set, evaluate and stop, answered at once from the state."""
+"""Operators' commands: status, why, set, scale, drain, evaluate, profile and stop, answered at once from the state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import request_evaluation
 from starling.controller.core.explain import explain, status, waiting, why
 from starling.controller.core.groups.recording import recording_problem, replay_problem
+from starling.controller.core.lifecycle.profiling import request_profile
 from starling.controller.core.lifecycle.stages import RunStage
-from starling.controller.core.records import SettingChanged, StopAsked
+from starling.controller.core.records import CheckpointRequested, SettingChanged, StopAsked
+from starling.controller.core.replicas.scaling import drain_replica, scale
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dynamic_settings import DYNAMIC, check
 
@@ -48,8 +50,16 @@ def _answer(state: ControllerState, message: wire.OperatorMessage) -> tuple[str,
             return why(state)
         case wire.ChangeSetting():
             return _change(state, message), {}
+        case wire.ScaleReplicas(role=role, num=num, request=request):
+            return scale(state, role, num, request), {"desired": dict(state.replicas.desired.counts)}
+        case wire.DrainReplica(name=name, request=request):
+            return drain_replica(state, name, request), {"desired": dict(state.replicas.desired.counts)}
         case wire.RequestEvaluation():
             return _evaluate(state, message), {}
+        case wire.RequestProfile():
+            return request_profile(state, message)
+        case wire.RequestCheckpoint():
+            return _save(state), {}
         case wire.RequestStop(reason=reason):
             _stop(state, reason)
             return f"the run is stopping, and {waiting(explain(state))}", {}
@@ -75,6 +85,22 @@ def _require_scorers(state: ControllerState) -> None:
         raise ValueError(
             "nothing scores in this run, so nothing can be evaluated; set [[reward.scorers]] in its recipe"
         )
+
+
+def _save(state: ControllerState) -> str:
+    if not state.plan.kind.trains:
+        raise ValueError("this run trains nothing, so it has no state to save")
+    if state.lifecycle.stage is not RunStage.RUNNING or state.lifecycle.stopping:
+        raise ValueError("the run is ending; it saves its last state by itself")
+    version, saved = state.version, state.training.saved
+    if saved.newest >= version:
+        return f"the state of version {version} is saved already"
+    if version > saved.asked:
+        state.outbox.write(CheckpointRequested(version=version))
+        state.outbox.note("checkpoint_requested", version=version)
+        saved.asked = version
+    state.dirty = Dirty.ALL
+    return f"a policy saves the state of version {version}, or of the step that it makes now"
 
 
 def _stop(state: ControllerState, reason: str) -> None:

@@ -59,6 +59,15 @@ class Lifecycle:
         """Why the run ends."""
         return self.failure or self.stopping or "the run is complete"
 
+    @property
+    def outcome(self) -> str:
+        """How the run ends, or has ended: `complete`, `stopped`, or `failed`; empty as long as that is not known."""
+        if self.failure:
+            return "failed"
+        if self.stopping:
+            return "stopped"
+        return "complete" if self.stage in (RunStage.DRAINING, RunStage.OVER) else ""
+
     def enter(self, stage: RunStage) -> None:
         """Enter another stage, by a legal transition."""
         assert (self.stage, stage) in STAGE_TRANSITIONS, f"a run may not go from {self.stage} to {stage}"

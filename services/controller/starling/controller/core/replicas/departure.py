@@ -25,6 +25,7 @@ def remove(state: ControllerState, name: str, reason: str, *, ended: bool = Fals
     dropped = replicas.leases.drop(name, state.now)
     requeue(state, dropped)
     replicas.membership.awaited.discard(name)
+    replicas.desired.forget(name)
     member = replicas.membership.remove(name)
     state.weights.forget(name, member.layout if member is not None else None)
     if member is None:
@@ -106,6 +107,7 @@ def stop_awaiting(state: ControllerState) -> None:
     # One that has said hello, and not yet what it holds, is a member again.
     for name in sorted(membership.awaited - membership.members.keys()):
         membership.note_gone(name)
+        state.replicas.desired.forget(name)
         _forget_counts(state, name)
         state.outbox.write(MemberLeft(name=name))
         reason = "it was not heard after the controller's restart"

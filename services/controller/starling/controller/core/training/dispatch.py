@@ -130,7 +130,8 @@ def train(state: ControllerState) -> None:
         return
     if not all(member.has_reported for member in policies) or not replicas.policies_have_devices():
         return
-    if not state.has_begun and replicas.membership.num("policy") < plan.num_policies:
+    num_policies = replicas.desired.at_start("policy", plan.num_policies)
+    if not state.has_begun and replicas.membership.num("policy") < num_policies:
         return
     if replicas.outdated_policies(state.version):
         return  # they adopt this version first, and then take part in the step
@@ -258,7 +259,8 @@ def _command(state: ControllerState, step: int) -> wire.TrainStep:
 
 
 def save(state: ControllerState) -> None:
-    """Have a policy save a state to resume from, every `save_every` steps, before it gets the next one.
+    """Have a policy save a state to resume from, every `save_every` steps, before it gets the next one; or when an
+    operator has asked for one.
 
     Not within `save_rest_s` after the first step or the last saved state: steps may be short, and a state costs a copy.
 
@@ -271,7 +273,7 @@ def save(state: ControllerState) -> None:
     due = every and state.version // every * every > saved.newest and state.version < plan.last_step
     due = due and state.now >= saved.rests_since + plan.save_rest_s
     if (
-        not due
+        not (due or saved.asked > saved.newest)
         or not replicas.policies_have_devices()
         or state.training.step is not None
         or replicas.leases.has("save")

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Final
 
+import numpy as np
+
 from starling.common.wire.messages import Prompt
+from starling.common.wire.tensors import GROUP_TENSORS
 from starling.controller.core.groups.group import Group
 
 MAX_CHARACTERS: Final = 4000
 """Of a prompt, and of a completion; the middle of a longer one is left out."""
+MAX_TOKENS: Final = 4096
+"""Tokens of a completion that are listed; further ones are left out."""
+TOKEN_BYTES: Final = 4
+"""Of an id, a log-probability or a version."""
+MAX_MEDIA: Final = 16
+MAX_URI_CHARACTERS: Final = 4096
+"""Of an image or a video: a longer address holds its content, and is left out."""
+TOKEN_FIELDS: Final = frozenset({"token_ids", "logprobs", "versions", "media"})
+"""Fields of a row that are lists: for `samples.jsonl`, and not for loggers, whose tables have a value in each field."""
 DRAWS_PER_SAMPLE: Final = 8
 """Draws for each wanted sample, some of which may repeat an earlier one."""
 
@@ -53,7 +66,35 @@ def to_row(group: Group, index: int) -> dict[str, Any]:
         "num_tokens": trajectory.num_tokens,
         "oldest_version": trajectory.oldest_version,
         "newest_version": trajectory.newest_version,
+        **_media(group.prompt),
+        **_tokens(group, index),
     }
+
+
+def _tokens(group: Group, index: int) -> dict[str, Any]:
+    """Return id and log-probability of each token of a completion, and which versions sampled how many, in order.
+
+    Empty where the group's tokens are not in memory, or are others than its trajectories say.
+    """
+    num_bytes = TOKEN_BYTES * sum(trajectory.num_tokens for trajectory in group.trajectories)
+    if [len(buffer) for buffer in group.buffers[1 : len(GROUP_TENSORS)]] != [num_bytes] * (len(GROUP_TENSORS) - 1):
+        return {}
+    before = sum(trajectory.num_tokens for trajectory in group.trajectories[:index])
+    part = slice(before, before + min(group.trajectories[index].num_tokens, MAX_TOKENS))
+    _, ids, logprobs, versions = (
+        np.frombuffer(buffer, form.dtype) for form, buffer in zip(GROUP_TENSORS, group.buffers, strict=False)
+    )
+    return {
+        "token_ids": ids[part].tolist(),
+        "logprobs": np.round(logprobs[part].astype(np.float64), 4).tolist(),
+        "versions": [[version, len(list(same))] for version, same in groupby(versions[part].tolist())],
+    }
+
+
+def _media(prompt: Prompt) -> dict[str, Any]:
+    """Return the images and videos of a prompt by their addresses."""
+    listed = [{"kind": one.kind, "uri": one.uri} for one in prompt.media if len(one.uri) <= MAX_URI_CHARACTERS]
+    return {"media": listed[:MAX_MEDIA]} if listed else {}
 
 
 def text_of(prompt: Prompt) -> str:

@@ -121,6 +121,8 @@ class SavedStates:
     """
     not_before: float = 0.0
     """When a failed save may be tried again."""
+    asked: int = -1
+    """The version of which, or of a newer one, an operator has last asked for a state."""
 
     def add(self, version: int) -> None:
         """Note that `version` has a saved state."""
@@ -188,11 +190,13 @@ class Training:
             evaluation_metrics=of_evaluation,
             limits=self.limits,
             evaluated=self.evaluated.summary(),
+            saving_asked=self.saved.asked,
         )
 
     def restore(self, summary: TrainingSummary, buffer: GroupBuffer) -> None:
         """Bring fresh state to that of `summary`, and `buffer` under the changed settings."""
         self.saved.newest, self.saved.previous = summary.saved, summary.saved_before
+        self.saved.asked = summary.saving_asked
         self.alarms = {alarm.name: alarm for alarm in summary.alarms}
         for key, value, step in summary.changes:
             self.change_setting(buffer, key, value, step, "")

@@ -49,6 +49,15 @@ class CommitQueue:
         self._full_timeout_s, self._on_full = full_timeout_s, on_full
         self._held: deque[tuple[Command, str]] = deque()
         self._is_urgent = False
+        self.on_commit: Callable[[float], None] | None = None
+        """Called after a commit with the seconds that its oldest record has waited; None where that is not measured."""
+        self._since: float | None = None
+        """When the oldest record was added that is not durable, in monotonic seconds, if that is measured."""
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds that the oldest record waits to be durable, with `on_commit`; 0 if none waits."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
 
     @property
     def is_pending(self) -> bool:
@@ -65,6 +74,8 @@ class CommitQueue:
         match command:
             case Write(record=record, payload=payload):
                 self._journal.append(record, payload)
+                if self.on_commit is not None and self._since is None:
+                    self._since = time.monotonic()
                 self._is_urgent = self._is_urgent or not isinstance(record, RewardsStored)
             case Prune(step=step):
                 self._journal.prune(step)
@@ -83,6 +94,9 @@ class CommitQueue:
             JournalError: the journal cannot be written, and what is durable is unknown.
         """
         self._commit()
+        if self.on_commit is not None and self._since is not None:
+            self.on_commit(self.waiting_s)
+            self._since = None
         self._is_urgent = False
         while self._held:
             self._execute(*self._held.popleft())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -171,6 +172,29 @@ def _is_full(error: sqlite3.Error, folder: Path) -> bool:
         return code & 0xFF == sqlite3.SQLITE_IOERR and os.statvfs(folder).f_bavail == 0
     except OSError:
         return False
+
+
+def unwritable(path: Path, error: sqlite3.Error) -> str:
+    """Return the error sentence for a journal that cannot be written: SQLite does not say that a disk is read-only.
+
+    Linux makes a file system read-only when it finds an error in it.
+    """
+    if _is_read_only(path.parent):
+        return (
+            f"the journal {path} cannot be written: its file system is read-only; see the kernel's log for the reason, "
+            "and resume the run when it can be written"
+        )
+    return f"the journal {path} cannot be written: {error}; check its disk"
+
+
+def _is_read_only(folder: Path) -> bool:
+    """Return whether no file can be made in a folder because its file system is read-only."""
+    try:
+        # A file without a name; to close one of the journal's would release SQLite's locks.
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        return error.errno == errno.EROFS
+    return False
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from starling.common.errors import ConfigError, RestartError, StarlingError
 from starling.controller.core.events import Buffers
 from starling.controller.core.records import (
     CompletionsStored,
+    ControllerStarted,
     EvaluationClosed,
     EvaluationOpened,
     GroupDiscarded,
@@ -47,7 +48,9 @@ from starling.controller.core.records import (
     PartialCompletionsStored,
     Record,
     RewardsStored,
+    RunBegun,
     RunEnded,
+    RunStopped,
     StateCompacted,
     StepCommitted,
     StepFrozen,
@@ -64,6 +67,7 @@ from starling.controller.shell.journal.database import (
     distrust,
     lock_file,
     open_file,
+    unwritable,
 )
 from starling.controller.shell.journal.file_system import check_file_system
 from starling.controller.shell.journal.rows import Binding, decode, encode
@@ -71,6 +75,8 @@ from starling.controller.shell.journal.rows import Binding, decode, encode
 PRUNED_PER_COMMIT: Final = 64
 """Groups whose contents one commit deletes at most, so that pruning hundreds of them does not delay messages."""
 RECORDS_PER_READ: Final = 512
+RECORDS_TO_END: Final = 16_384
+"""Records after the end of a run at most: those of its members that leave."""
 
 _PARTS: Final = 16
 """Bits of `contents.id` for the part; the bits above are the number of the record."""
@@ -214,7 +220,7 @@ class Journal:
                     f"the disk of the journal {self.path} is full; free some space to write "
                     f"{counted(self.num_pending, 'record')}"
                 ) from None
-            raise JournalError(f"the journal {self.path} cannot be written: {error}; check its disk") from None
+            raise JournalError(unwritable(self.path, error)) from None
         except JournalTakenError:
             self._roll_back()
             raise
@@ -363,6 +369,24 @@ def has_ended(path: Path) -> bool:
             marks = _marks(db)
         found = _records(path, db, marks.get("compacted", 0), Binding.of(marks))
         return any(isinstance(record, RunEnded) for _, record in found)
+
+
+def last_ending(path: Path) -> RunEnded | RunStopped | None:
+    """Return how the last controller of the journal at `path` ended the run, None if it did not. Raises ConfigError.
+
+    Only the newest records are read: an end is followed by those of the members that leave, at most.
+    """
+    is_written = path.with_name(f"{path.name}-wal").exists()
+    with _reading(path, "" if is_written else "&immutable=1") as db, as_config_error(path):
+        binding = Binding.of(_marks(db))
+        newest = "SELECT seq, body FROM records ORDER BY seq DESC LIMIT ?"
+        for seq, body in db.execute(newest, (RECORDS_TO_END,)):
+            match decode(body, binding.of_record(seq)):
+                case RunEnded() | RunStopped() as ending:
+                    return ending
+                case RunBegun() | ControllerStarted() | StateCompacted():
+                    return None
+    return None
 
 
 def check_before_resume(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from starling.common.errors import ConfigError
 from starling.common.files import parse_line, read_lines
 from starling.common.settings import nearest
+from starling.controller.core.training.samples import TOKEN_FIELDS
 from starling.controller.settings import LoggingSettings
 from starling.controller.shell.loggers.custom import import_logger
 from starling.controller.shell.loggers.logger import Logger, Maker, RunInfo
@@ -102,7 +103,8 @@ class LoggerFanout:
             case "step":
                 self._put(LogEntry(fields["step"], step_metrics(fields)))
             case "samples":
-                self._put(LogEntry(fields["step"], rows=fields["rows"], is_step=False))
+                rows = [{k: value for k, value in row.items() if k not in TOKEN_FIELDS} for row in fields["rows"]]
+                self._put(LogEntry(fields["step"], rows=rows, is_step=False))
             case "evaluation":
                 metrics = {f"eval/{name}": value for name, value in _numbers(fields).items() if name != "version"}
                 self._put(LogEntry(int(fields["version"]), metrics, is_step=False))

@@ -18,6 +18,20 @@ MAX_WAITING: Final = 10_000
 """Lines that may wait for space; beyond this the oldest are dropped, because they are only measurements."""
 
 
+def waiting_text(path: Path, error: OSError) -> str:
+    """Return in one sentence that lines of a file wait in memory, and what makes them go on."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return full_disk_text(path.parent)
+    if error.errno == errno.EROFS:
+        return f"the volume of {path.parent} is read-only, and what cannot be written waits; make it writable"
+    return f"{path} cannot be written: {error.strerror}; its lines wait in memory; see to its disk"
+
+
+def full_disk_text(folder: Path) -> str:
+    """Return in one sentence that the disk of a run is full, whichever file it is that waits."""
+    return f"the disk of {folder} is full, and what cannot be written waits; free some space"
+
+
 class AppendFile:
     """A file that holds whole lines only, also after writes to a full disk and after a power cut."""
 
@@ -26,7 +40,8 @@ class AppendFile:
         self._path = path
         self._file = -1
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
-        self._is_full = False
+        self.problem = ""
+        """Why lines wait, in one sentence; empty when none does."""
         self._has_dropped = False
 
     def write(self, line: str) -> None:
@@ -47,11 +62,11 @@ class AppendFile:
                     raise OSError(errno.ENOSPC, "No space left on device")
                 self._waiting.popleft()
         except OSError as error:
-            if not self._is_full:
+            if not self.problem:
                 log.warning("lines_wait", file=str(self._path), reason=error.strerror)
-            self._is_full = True
+            self.problem = waiting_text(self._path, error)
             return
-        self._is_full = False
+        self.problem = ""
 
     def sync(self) -> int | None:
         """Make all lines durable. Returns the size of the file; None when lines wait for space, or were dropped."""

@@ -38,6 +38,11 @@ class Samples:
             self._lines.write(line)
             self._size += len(line.encode()) + 1
 
+    @property
+    def problem(self) -> str:
+        """Why lines wait, in one sentence; empty when none does."""
+        return self._lines.problem
+
     def flush(self) -> None:
         """Write the lines that wait for space on the disk."""
         self._lines.flush()

@@ -27,6 +27,8 @@ class Timelines:
         self._published: Mapping[str, Any] | None = None
         self._adopted: dict[str, Mapping[str, Any]] = {}
         """By replica."""
+        self._is_lost = False
+        """Whether the last trace could not be written."""
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Add a line of the metrics."""
@@ -46,5 +48,8 @@ class Timelines:
                 self._folder.mkdir(exist_ok=True)
                 with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
                     file.write(json.dumps(chrome_trace(measured)))
+                self._is_lost = False
             except OSError as error:  # mostly a full disk; a run does not fail for want of a trace
-                log.warning("timeline_lost", file=str(path), reason=error.strerror)
+                if not self._is_lost:
+                    log.warning("timeline_lost", file=str(path), reason=error.strerror)
+                self._is_lost = True

@@ -26,7 +26,15 @@ import msgspec
 
 from starling.common.errors import ConfigError
 from starling.common.files import open_regular
-from starling.common.wire.messages import GroupInterrupted, Hello, Prompt, RelayOffered, Up, WeightsPublished
+from starling.common.wire.messages import (
+    GroupInterrupted,
+    Hello,
+    ProfileReport,
+    Prompt,
+    RelayOffered,
+    Up,
+    WeightsPublished,
+)
 from starling.controller.core.events import (
     Buffers,
     CheckpointRead,
@@ -34,6 +42,7 @@ from starling.controller.core.events import (
     Event,
     Fetched,
     NotSent,
+    Profiled,
     Received,
     ReplicaDisconnected,
     StopRequested,
@@ -150,6 +159,13 @@ class NotSentFrame(msgspec.Struct, frozen=True, array_like=True, tag="not_sent")
     reason: str
 
 
+class ProfiledFrame(msgspec.Struct, frozen=True, array_like=True, tag="profiled"):
+    """`Profiled`."""
+
+    now: float
+    report: ProfileReport
+
+
 class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """The last entry. The reader adds it to a recording that was cut off."""
 
@@ -160,7 +176,7 @@ class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 FileFrame = StepReadFrame | StepStoredFrame | CheckpointFrame
-EventFrame = MessageFrame | TickFrame | DisconnectFrame | StopFrame | FileFrame | NotSentFrame
+EventFrame = MessageFrame | TickFrame | DisconnectFrame | StopFrame | FileFrame | NotSentFrame | ProfiledFrame
 Frame = JournalFrame | PromptFrame | EventFrame | RecordingEnd
 Entry = Event | PromptFrame | RecordingEnd
 
@@ -190,6 +206,8 @@ def event_frame(event: Event) -> EventFrame:
             return CheckpointFrame(now, digest)
         case NotSent(now=now, peer=peer, lease=lease, reason=reason):
             return NotSentFrame(now, peer, lease, reason)
+        case Profiled(now=now, report=report):
+            return ProfiledFrame(now, report)
 
 
 def journal_frame(entry: JournalEntry) -> JournalFrame:
@@ -269,6 +287,8 @@ def _entry_of(frame: EventFrame | PromptFrame | RecordingEnd) -> Entry:
             return CheckpointRead(now, digest)
         case NotSentFrame(now=now, peer=peer, lease=lease, reason=reason):
             return NotSent(now, peer, lease, reason)
+        case ProfiledFrame(now=now, report=report):
+            return Profiled(now, report)
         case PromptFrame() | RecordingEnd():
             return frame
 

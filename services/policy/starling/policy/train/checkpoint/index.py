@@ -99,6 +99,8 @@ _RECORDS: Final = {
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Properties,
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"): _Key,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    # Python 3.11.2, that of Debian 12, pickles the member of an enum as an attribute of its class.
+    ("builtins", "getattr"): _MemoryFormat,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Location,
 }
 """Names that an index contains besides element types, by module and name."""

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.files import open_own, open_regular, sync_folder, sync_tree
+from starling.common.secret_settings import without_passwords
 
 MANIFEST: Final = "state.json"
 MAX_SMALL_BYTES: Final = 64 << 20
@@ -70,10 +71,11 @@ class Storage:
             self.fs, self.root = url_to_fs(url, **(options or {}))
         except ImportError as error:
             extra = "; install starling-policy[s3]" if url.startswith("s3:") else ""
-            raise ConfigError(f"{url} cannot be used here: {_first_line(error)}{extra}") from None
+            raise ConfigError(f"{without_passwords(url)} cannot be used here: {_first_line(error)}{extra}") from None
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"{url} cannot be used: {_first_line(error)}; give a folder, or a URL and storage_options of fsspec"
+                f"{without_passwords(url)} cannot be used: {_first_line(error)}; give a folder, or a URL and "
+                "storage_options of fsspec"
             ) from None
         self.is_local = isinstance(self.fs, LocalFileSystem)
 

@@ -10,6 +10,9 @@ By columns, because each row of the output layer's gradient is then one matrix p
 float32 inside it. By tokens it would be a sum over chunks, and a float32 sum needs a buffer of twice the layer's size;
 the remaining sum, that of the hidden states' gradient, is much smaller: 4 bytes per trained token and hidden unit.
 
+Where all of them are few, at most `KEPT_CHUNKS` chunks and `MOST_KEPT` bytes in float32, the forward pass keeps the
+probabilities, and the backward pass turns these into the gradient instead of computing the logits again.
+
 Softmax is computed in float32 on a few rows of a chunk at a time. Where sampling was truncated, it goes over the tokens
 that were kept at each position: the others are masked in both passes. Legend of shapes: N trained tokens, H hidden
 units, V vocabulary, K kept tokens of all positions.
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -27,6 +30,7 @@ import torch
 from torch import Tensor
 
 from starling.algo.truncation import KeptTokens
+from starling.policy.settings.memory import few_probabilities
 from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.data.share import SlotShare
 from starling.policy.train.model.lm_head import (
@@ -96,6 +100,7 @@ def token_logprobs(
     with_entropy_gradient: bool = False,
     kept: KeptSets | None = None,
     chunk_tokens: int,
+    keeps_probabilities: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each trained token and the entropy of its distribution, both float32 [N].
 
@@ -109,9 +114,14 @@ def token_logprobs(
         with_entropy_gradient: differentiate the entropy too; otherwise it is a metric.
         kept: tokens over which each distribution goes, the targets among them; None for the whole vocabulary.
         chunk_tokens: tokens whose logits exist at a time; it affects only the rounding of gradients.
+        keeps_probabilities: keep them for the backward pass if they are few; not where other forward passes come first.
     """
     targets = inputs.targets if targets is None else targets
-    options: dict[str, Any] = {"with_entropy_gradient": with_entropy_gradient, "chunk_tokens": chunk_tokens}
+    options: dict[str, Any] = {
+        "with_entropy_gradient": with_entropy_gradient,
+        "chunk_tokens": chunk_tokens,
+        "keeps_probabilities": keeps_probabilities,
+    }
     if inputs.share is None:
         return _computed_logprobs(model, inputs, targets, temperature, kept=kept, **options)
     trained = inputs.share.trained
@@ -145,6 +155,7 @@ def _computed_logprobs(
     with_entropy_gradient: bool,
     kept: KeptSets | None,
     chunk_tokens: int,
+    keeps_probabilities: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the same as `token_logprobs`, of the tokens that this rank computes."""
     if find_lm_head(model) is None:
@@ -161,6 +172,7 @@ def _computed_logprobs(
         with_entropy_gradient=with_entropy_gradient,
         kept=kept,
         chunk_tokens=chunk_tokens,
+        keeps_probabilities=keeps_probabilities,
     )
 
 
@@ -173,9 +185,13 @@ def head_logprobs(
     with_entropy_gradient: bool = False,
     kept: KeptSets | None = None,
     chunk_tokens: int,
+    keeps_probabilities: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the same as `token_logprobs`, from the hidden states [N, H] before the output layer."""
     task = _task(targets, temperature, with_entropy_gradient, head.transform, chunk_tokens, kept, head.shard)
+    # Asked here, because gradients are always off inside of a function of autograd.
+    if keeps_probabilities and torch.is_grad_enabled():
+        task = replace(task, keeps_probabilities=_can_keep(task, hidden, head.weight))
     logprobs, entropy = _HeadLogprobs.apply(hidden, head.weight, head.bias, task)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -203,6 +219,7 @@ def working_bytes(
     chunk_tokens: int,
     trains_head: bool = True,
     with_entropy_gradient: bool = False,
+    keeps_probabilities: bool = True,
 ) -> int:
     """Return the memory that `head_logprobs` needs, forward or backward, beyond its arguments.
 
@@ -210,6 +227,8 @@ def working_bytes(
         backward    N x columns logits, one float32 part of them (three with the gradient of the entropy),
                     the gradients of the hidden states, N x H (float32 where there are several blocks of columns),
                     and of the layer, V x H
+
+    Where probabilities are kept, both passes have all N x V of them, and the backward pass no part beside.
 
     Args:
         num_tokens: trained tokens, N.
@@ -219,15 +238,20 @@ def working_bytes(
         chunk_tokens: see `token_logprobs`.
         trains_head: whether the output layer needs a gradient.
         with_entropy_gradient: see `token_logprobs`.
+        keeps_probabilities: see `token_logprobs`.
     """
     chunk = min(chunk_tokens, num_tokens)
+    gradient = vocabulary * hidden_size * item_bytes * trains_head
+    can_keep = keeps_probabilities and item_bytes == 4 and not with_entropy_gradient
+    if can_keep and few_probabilities(num_tokens, vocabulary, chunk_tokens):
+        forward = 2 * 4 * _rows_at_a_time(chunk, vocabulary) * vocabulary
+        return 4 * num_tokens * vocabulary + max(forward, 4 * num_tokens * hidden_size + gradient)
     forward = chunk * vocabulary * item_bytes + 2 * 4 * _rows_at_a_time(chunk, vocabulary) * vocabulary
     columns = _columns_at_a_time(num_tokens, hidden_size, item_bytes, num_columns=vocabulary, chunk_tokens=chunk_tokens)
     num_parts = 3 if with_entropy_gradient else 1
     sums = num_tokens * hidden_size * item_bytes
     if columns < vocabulary and item_bytes != 4:
         sums += num_tokens * hidden_size * 4
-    gradient = vocabulary * hidden_size * item_bytes * trains_head
     part = 4 * _rows_at_a_time(num_tokens, columns)
     backward = columns * (num_tokens * item_bytes + num_parts * part) + sums + gradient
     return max(forward, backward)
@@ -247,6 +271,8 @@ class _Task:
     kept: KeptSets | None
     shard: VocabularyShard | None = None
     """The part of the vocabulary that the logits are of."""
+    keeps_probabilities: bool = False
+    """From the forward to the backward pass."""
 
     def columns(self, part: slice) -> slice:
         """Return the range in the vocabulary of a range of logits."""
@@ -273,10 +299,14 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) -> tuple[Tensor, Tensor]:
         normalised = _Normalised.empty_like(task.targets)
-        buffer = weight.new_empty(min(task.chunk_tokens, len(hidden)) * len(weight))
+        keeps = any(ctx.needs_input_grad) and task.keeps_probabilities
+        num_rows = len(hidden) if keeps else min(task.chunk_tokens, len(hidden))
+        buffer = weight.new_empty(num_rows * len(weight))
         for chunk in _parts(0, len(hidden), task.chunk_tokens):
-            logits = _project(hidden[chunk], weight, bias, buffer)
-            normalised.measure_(task.transform.apply_(logits), task, chunk.start)
+            place = buffer[chunk.start * len(weight) :] if keeps else buffer
+            logits = _project(hidden[chunk], weight, bias, place)
+            normalised.measure_(task.transform.apply_(logits), task, chunk.start, in_place=keeps)
+        ctx.probabilities = buffer.view(num_rows, len(weight)) if keeps else None
         if task.shard is not None:
             normalised.join_(task, len(weight))
         return _save(ctx, task, normalised, hidden, weight, bias)
@@ -288,6 +318,16 @@ class _HeadLogprobs(torch.autograd.Function):
         *normalised, hidden, weight, bias = ctx.saved_tensors
         differential = _Differential(task, _Normalised(*normalised), *outer)
         needed = ctx.needs_input_grad
+        # They become the gradient, and are gone: another backward pass of this graph computes the logits again.
+        probabilities, ctx.probabilities = ctx.probabilities, None
+        if probabilities is not None:
+            gradient = differential.replace_probabilities_(probabilities)
+            return (
+                gradient @ weight if needed[0] else None,
+                gradient.t() @ hidden if needed[1] else None,
+                gradient.sum(dim=0) if needed[2] else None,
+                None,
+            )
         num_tokens, hidden_size = hidden.shape
         columns = _columns_at_a_time(
             num_tokens, hidden_size, hidden.element_size(), num_columns=len(weight), chunk_tokens=task.chunk_tokens
@@ -350,10 +390,11 @@ class _Normalised:
         others = (targets.new_empty(len(targets), dtype=torch.float32) for _ in range(len(fields(cls)) - 1))
         return cls(torch.empty_like(targets, dtype=torch.float32), *others)
 
-    def measure_(self, logits: Tensor, task: _Task, first: int) -> None:
+    def measure_(self, logits: Tensor, task: _Task, first: int, *, in_place: bool = False) -> None:
         """Fill in the tokens from `first` on, given their transformed logits, over these alone.
 
-        The log-probability of a target that is in another part of the vocabulary is 0.
+        The log-probability of a target that is in another part of the vocabulary is 0. With `in_place`, float32 logits
+        are replaced by the probabilities.
         """
         columns = task.columns(slice(0, logits.shape[1]))
         for part in _parts(0, len(logits), _rows_at_a_time(*logits.shape)):
@@ -375,8 +416,9 @@ class _Normalised:
                 place = (wanted - columns.start).clamp_(0, logits.shape[1] - 1)
                 found = logs.gather(-1, place.view(len(wanted), -1)).view_as(wanted)
                 self.logprobs[rows] = torch.where(_is_inside(wanted, columns), found, 0.0)
-            self.entropy[rows] = -logs.exp().mul_(logs).sum(dim=-1)
-            del logs
+            probabilities = torch.exp(logs, out=logits[part] if in_place else None)
+            self.entropy[rows] = -logs.mul_(probabilities).sum(dim=-1)
+            del logs, probabilities
 
     def join_(self, task: _Task, num_columns: int) -> None:
         """Turn distributions over the parts of the vocabulary, `num_columns` here, into the one over all of it.
@@ -432,6 +474,14 @@ class _Differential:
             del gradient
         return logits
 
+    def replace_probabilities_(self, probabilities: Tensor) -> Tensor:
+        """Turn float32 probabilities [N, V] into the gradient with respect to raw logits, in place. Returns them."""
+        if self.by_logprobs is None:
+            return probabilities.zero_()
+        scale = self._divide_(self.by_logprobs.reshape(len(probabilities), -1).clone(), slice(None))
+        probabilities.mul_(-scale.sum(dim=1, keepdim=True))
+        return probabilities.scatter_add_(1, self.task.targets.view(len(probabilities), -1), scale)
+
     def _divide_(self, values: Tensor, rows: slice) -> Tensor:
         return values if self.task.divisor is None else values.div_(self.task.divisor[rows, None])
 
@@ -479,6 +529,18 @@ def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor
     shape = len(hidden), len(weight)
     out = buffer[: shape[0] * shape[1]].view(shape)
     return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _can_keep(task: _Task, hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether the backward pass of `_HeadLogprobs` can do with probabilities, and these are few."""
+    return (
+        len(hidden) > 0
+        and weight.dtype == hidden.dtype == torch.float32
+        and task.shard is None
+        and not task.with_entropy_gradient
+        and task.transform == LogitTransform()
+        and few_probabilities(len(hidden), len(weight), task.chunk_tokens)
+    )
 
 
 def _is_inside(targets: Tensor, columns: slice) -> Tensor:

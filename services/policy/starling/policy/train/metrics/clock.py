@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -30,14 +30,21 @@ class StepClock:
         self._lock = threading.Lock()
         self._marks: list[tuple[Phase, torch.cuda.Event | float]] = []
         self._phase: Phase = "other"
+        self.on_phase: Callable[[], None] = lambda: None
+        """Called in the training thread whenever a phase is entered, the present one included."""
+        self.watch: Callable[[Phase], None] | None = None
+        """Called with each new phase, while the process is profiled."""
         self._begin()
         self._times = PhaseTimes(self._begun)
 
     def enter(self, phase: Phase) -> None:
         """Start `phase`."""
+        self.on_phase()
         if phase != self._phase:
             self._phase = phase
             self._marks.append((phase, self._mark()))
+            if self.watch is not None:
+                self.watch(phase)
             if len(self._marks) == MOST_MARKS:
                 self._settle(self._mark())
 

@@ -14,19 +14,19 @@ and those before them name no type at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from starling.reward.core.media import MAX_FPS, NUM_COLOURS, MediaKind
+from starling.reward.core.media import KIND_DTYPES, MAX_FPS, NUM_COLOURS, MediaKind
 from starling.reward.http.errors import HttpError
 from starling.reward.http.npy import NpyArray, NpyError, read_npy
-from starling.reward.http.schema import MAX_DEPTH, MAX_DETAILS, is_deeper
+from starling.reward.http.schema import MAX_DEPTH, is_deeper, read_json
 from starling.reward.http.stores.store import MAX_SAMPLES
+from starling.reward.score.workers.arrays import as_float32, stored_dtype
 
 MAX_LINE_BYTES: Final = 8 << 20
 """Of the line of JSON."""
@@ -88,18 +88,7 @@ def split_body(data: bytes) -> tuple[bytes, memoryview]:
 
 def read_header(line: bytes) -> EnqueueHeader:
     """Read the line of JSON. Raises HttpError."""
-    try:
-        header = EnqueueHeader.model_validate(msgspec.json.decode(line))
-    except ValidationError as error:
-        details = [
-            {"type": one["type"], "loc": ["body", *one["loc"]], "msg": one["msg"]}
-            for one in error.errors(include_url=False, include_input=False, include_context=False)[:MAX_DETAILS]
-        ]
-        raise HttpError(422, "the first line is no description of samples", details=details) from None
-    except RecursionError:
-        raise HttpError(422, "the first line is nested too deeply") from None
-    except ValueError as error:  # msgspec's errors are such, too
-        raise HttpError(422, f"the first line is not JSON: {error}") from None
+    header = read_json(line, EnqueueHeader, "the first line", "the first line is no description of samples")
     if not header.types:
         raise HttpError(422, "`reward_fn` has no weight above 0, so there is nothing to score; name a type")
     if is_deeper(header.model_extra, MAX_DEPTH) or is_deeper(header.video_infos, MAX_DEPTH):
@@ -166,8 +155,7 @@ def read_media(header: EnqueueHeader, data: memoryview) -> Media:
 def _array(npy: NpyArray) -> Array:
     """Return the array, of uint16 for bfloat16, as a view of the file's bytes."""
     _, shape, is_fortran, _ = npy.header
-    kind = "<u2" if npy.header.dtype == "bfloat16" else np.dtype(npy.header.dtype).newbyteorder("<")
-    return np.frombuffer(npy.data, kind).reshape(shape, order="F" if is_fortran else "C")
+    return np.frombuffer(npy.data, stored_dtype(npy.header.dtype)).reshape(shape, order="F" if is_fortran else "C")
 
 
 def _images(array: Array, dtype: str, *, is_image: bool) -> Media:
@@ -204,30 +192,15 @@ def _latents(array: Array, dtype: str, media_type: object) -> Media:
     elif dtype == "float64":
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
             array, dtype = array.astype("<f4"), "float32"
-    if dtype not in _READERS:
+    if dtype not in KIND_DTYPES["latents"]:
         raise HttpError(
             422, f"latents are float16, float32, float64, or the bytes of bfloat16 as uint8, not {dtype}; convert them"
         )
-    bounds = _range(map(_READERS[dtype], array))
-    if not all(map(math.isfinite, bounds)):
+    # As float32, also float16, of which numpy finds the least one ten times as fast.
+    bounds = _range(as_float32(sample, dtype) for sample in array)
+    if not all(map(math.isfinite, bounds)):  # so that they need not be read again for `are_finite`
         raise HttpError(422, "the latents have NaN or infinities; send finite numbers")
     return Media("latents", dtype, array, _info(array, dtype, bounds))
-
-
-def _floats(bits: Array) -> Array:
-    """Return the numbers whose bits in bfloat16 are given, as float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _as_float32(sample: Array) -> Array:
-    return sample.astype(np.float32, copy=False)
-
-
-_READERS: Final[dict[str, Callable[[Array], Array]]] = {
-    "bfloat16": _floats,
-    "float16": _as_float32,  # of which numpy finds the least one ten times as fast
-    "float32": _as_float32,
-}
 
 
 def _range(samples: Iterable[Array]) -> tuple[float, float]:

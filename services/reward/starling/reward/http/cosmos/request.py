@@ -52,6 +52,8 @@ class KnownTypes(NamedTuple):
     """Types that reward workers push."""
     shown: Sequence[str]
     """Those that an error names."""
+    of_texts: Collection[str] = ()
+    """Types of scorers that read completions, of which these requests have none."""
 
 
 def read_enqueue(data: bytes, id: str, types: KnownTypes, memory: MediaMemory) -> Enqueued:
@@ -74,6 +76,9 @@ def read_enqueue(data: bytes, id: str, types: KnownTypes, memory: MediaMemory) -
     if unknown:
         shown = ", ".join(types.shown)
         raise HttpError(422, f"there is no scorer {unknown[0]!r} here; `reward_fn` may have {shown}")
+    for name in header.types:
+        if name in types.of_texts:
+            raise HttpError(422, needs_text(name))
     rates = frame_rates(header)
     media = read_media(header, rest)
     info = {
@@ -91,6 +96,14 @@ def read_enqueue(data: bytes, id: str, types: KnownTypes, memory: MediaMemory) -
         rates = (0.0,) * len(rates)
     with_media, tensors = _with_media(samples, media, rates, memory)
     return Enqueued(RewardRequest(id, prompts, with_media, only=only, media=tensors), info)
+
+
+def needs_text(type: str) -> str:
+    """Return why a scorer that reads completions gives no scores here."""
+    return (
+        f"scorer {type!r} reads the texts of completions, and a request of this route has only prompts and media; "
+        "leave it out of `reward_fn`, and send texts to /v1/rewards"
+    )
 
 
 def _samples(header: EnqueueHeader) -> tuple[tuple[PromptText, ...], list[Sample]]:

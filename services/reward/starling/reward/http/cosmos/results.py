@@ -24,8 +24,7 @@ def render(finished: FinishedRequest, type: str, label: str, input_info: dict[st
     """
     result = finished.result
     if label not in result.scores:  # it was not scored at all, or by other scorers than there are now
-        problems = dict.fromkeys(problem for one in result.problems for problem in one)
-        return render_failure(type, input_info, " ".join(problems) or f"scorer {label!r} gave no scores.")
+        return render_failure(type, input_info, problems_of(result) or f"scorer {label!r} gave no scores.")
     failures = {index: text for index, text in enumerate(result.failures.get(label, ())) if text}
     num = len(result.statuses)
     document = {
@@ -38,6 +37,11 @@ def render(finished: FinishedRequest, type: str, label: str, input_info: dict[st
     if failures:
         document["error"] = _sentence(failures, num)
     return msgspec.json.encode(document)
+
+
+def problems_of(result: RequestResult) -> str:
+    """Return why samples of a result have no reward, each reason once; empty if there is none."""
+    return " ".join(dict.fromkeys(problem for one in result.problems for problem in one))
 
 
 def render_failure(type: str, input_info: dict[str, Any], error: str) -> bytes:
@@ -62,11 +66,14 @@ def _columns(result: RequestResult, type: str, label: str) -> dict[str, tuple[fl
 
 
 def _nested(columns: dict[str, tuple[float | None, ...]]) -> dict[str, Any]:
-    """Return scores with those of keys such as ``group/colors`` in a table of their own."""
+    """Return scores with those of keys such as ``group/colors`` in a table, unless a score has the name of that."""
     found: dict[str, Any] = {}
     for key, values in columns.items():
         table, _, name = key.rpartition("/")
-        (found.setdefault(table, {}) if table else found)[name] = values
+        if table and table not in columns:
+            found.setdefault(table, {})[name] = values
+        else:
+            found[key] = values
     return found
 
 

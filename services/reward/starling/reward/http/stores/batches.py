@@ -18,7 +18,9 @@ log = structlog.get_logger(__name__)
 Operation = TypeVar("Operation")
 
 REFUSED_INTERVAL_S: Final = 60.0
-"""Between two lines of the log on operations that a store refuses while it can be reached."""
+"""Between two lines of the log on operations that a store refuses while it can be reached, or that fail unexpectedly.
+"""
+MAX_LOGGED: Final = 1000
 MAX_OPERATIONS: Final = 256
 MAX_BYTES: Final = 16 << 20
 """Bodies of one batch, unless it is a single one."""
@@ -58,9 +60,11 @@ class Availability:
 class Batches(Generic[Operation]):
     """Carries out operations in their order, as many as wait at a time.
 
+    An unexpected error of the store is reported to the callers of its batch, and the next batches are carried out.
+
     Args:
         commit: carries out a batch as a whole, and returns one outcome for each operation; an exception as an outcome
-            is raised to the caller of that operation. Raises StoreUnavailable for all of them.
+            is raised to the caller of that operation. What it raises is for all of them.
         size_of: what an operation takes, in bytes.
     """
 
@@ -70,8 +74,11 @@ class Batches(Generic[Operation]):
         size_of: Callable[[Operation], int],
     ) -> None:
         self._commit, self._size_of = commit, size_of
-        self._waiting: deque[tuple[Operation, asyncio.Future[Any]]] = deque()
+        self._waiting: deque[tuple[Operation, int, asyncio.Future[Any]]] = deque()
+        """With the size of each."""
         self._worker: asyncio.Task[None] | None = None
+        self._failed_at = -math.inf
+        """When an unexpected error was logged last, in monotonic seconds."""
 
     async def run(self, operation: Operation, timeout_s: float | None = None) -> Any:
         """Carry out an operation, and return its outcome.
@@ -80,7 +87,7 @@ class Batches(Generic[Operation]):
             StoreUnavailable: it has failed, or was not carried out within `timeout_s`; then it still may be.
         """
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append((operation, future))
+        self._waiting.append((operation, self._size_of(operation), future))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
         try:
@@ -103,11 +110,11 @@ class Batches(Generic[Operation]):
 
     def _next(self) -> list[tuple[Operation, asyncio.Future[Any]]]:
         batch: list[tuple[Operation, asyncio.Future[Any]]] = []
-        size = 0
+        num_bytes = 0
         while self._waiting and len(batch) < MAX_OPERATIONS:
-            operation, future = self._waiting[0]
-            size += self._size_of(operation)
-            if batch and size > MAX_BYTES:
+            operation, size_bytes, future = self._waiting[0]
+            num_bytes += size_bytes
+            if batch and num_bytes > MAX_BYTES:
                 break
             self._waiting.popleft()
             if not future.done():  # its caller has given up
@@ -118,12 +125,17 @@ class Batches(Generic[Operation]):
         outcomes: Sequence[Any]
         try:
             outcomes = await self._commit([operation for operation, _ in batch])
+            assert len(outcomes) == len(batch), f"{len(outcomes)} outcomes of {len(batch)} operations"
         except StoreUnavailable as error:
             outcomes = [StoreUnavailable(error.reason) for _ in batch]
-        except BaseException as error:
-            for _, future in batch:
+        except Exception as error:  # noqa: BLE001 - the edge of a task, without which no operation would be carried out
+            self._log(error)
+            outcomes = [_not_completed(error) for _ in batch]
+        except BaseException as error:  # the event loop ends
+            for future in [future for _, future in batch] + [future for *_, future in self._waiting]:
                 if not future.done():
-                    future.set_exception(StoreUnavailable(f"the operation was not completed: {error!r}"))
+                    future.set_exception(_not_completed(error))
+            self._waiting.clear()
             raise
         for (_, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
@@ -132,3 +144,13 @@ class Batches(Generic[Operation]):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
+
+    def _log(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now - self._failed_at >= REFUSED_INTERVAL_S:  # callers may try again each second
+            self._failed_at = now
+            log.error("store_error", error=repr(error)[:MAX_LOGGED])
+
+
+def _not_completed(error: BaseException) -> StoreUnavailable:
+    return StoreUnavailable(f"the operation was not completed: {error!r}")

@@ -164,9 +164,10 @@ class RedisStore:
         command = "HMGET", self._key("request", id), "result", "owner"
         try:
             result, owner = await self._batches.run(command, WAIT_S)
-        except ResponseError as error:  # another kind of value
-            log.warning("stored_result_refused", id=id, reason=str(error))
-            return None
+        except ResponseError as error:
+            if "WRONGTYPE" not in str(error):  # as where its user may not read it
+                raise self._refusal(error) from error
+            return b""  # another kind of value, which is no result
         if isinstance(result, bytes):
             return result
         return None if owner is None else PENDING

@@ -288,8 +288,9 @@ def _open_file(path: Path) -> sqlite3.Connection:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot open {path}: {error}; set reward.http.store_path to a file on a local disk"
+            f"cannot open {path}: {reason}; set reward.http.store_path to a file on a local disk"
         ) from None
     try:
         db.text_factory = lambda text: text.decode(errors="replace")  # of a damaged file

@@ -156,7 +156,14 @@ def encode_result(finished: FinishedRequest) -> bytes:
 
 def decode_result(data: object) -> FinishedRequest:
     """Return a stored result. Raises ValueError for something else."""
-    return _decoded(_results, data, RESULT)
+    finished = _decoded(_results, data, RESULT)
+    found = finished.result
+    tables = (found.scores, found.failures, found.evaluation_scores)
+    rows = [found.rewards, found.problems, *(row for table in tables for row in table.values())]
+    num = len(found.statuses)
+    if not 0 < num <= MAX_SAMPLES or any(len(row) != num for row in rows):
+        raise ValueError("its rows are not of one length, or have no samples")
+    return finished
 
 
 def unreadable_request(id: str, num_samples: object) -> StoredRequest:

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import structlog
 
@@ -70,6 +70,10 @@ from starling.reward.score.workers.protocol import (
 )
 from starling.reward.score.workers.shared import MAX_BUFFERS
 from starling.reward.settings import RewardSettings
+
+if TYPE_CHECKING:
+    from starling.common.observe.metrics import Samples
+    from starling.reward.score.metrics import ScorerTimes
 
 log = structlog.get_logger(__name__)
 
@@ -107,6 +111,8 @@ class ScoringPool:
         self._kinds = KindTable(kinds_of(settings))
         self._queues = CallQueues(settings.scorers, self._kinds, self._forms, self._tasks)
         self._num_replaced = 0
+        self._times: ScorerTimes | None = None
+        """What the calls of the scorers took, where that is measured."""
         self._supervisor = WorkerSupervisor(self._kinds, sandboxing, clock, self._give_up)
         self._supervisor.start_lacking()
         self._supervisor.await_starts()
@@ -193,6 +199,17 @@ class ScoringPool:
             "workers_replaced": float(self._num_replaced),
             "scorers_quarantined": float(sum(bool(kind.problem) for kind in self._kinds)),
         }
+
+    def measure(self) -> None:
+        """Measure from now on what the calls of the scorers take."""
+        # Imported here: a service whose metrics nobody can read does not load it.
+        from starling.reward.score.metrics import ScorerTimes
+
+        self._times = ScorerTimes(self._titles)
+
+    def samples(self) -> Samples:
+        """Return the measured metrics; none before `measure`."""
+        return {} if self._times is None else self._times.samples()
 
     def waits(self) -> tuple[Wait, ...]:
         """Return what each busy worker does, with the time after which it is killed."""
@@ -307,6 +324,8 @@ class ScoringPool:
         worker.kind.num_failed_starts = 0
         call, seconds = worker.finish(message.finished_at, self._clock())
         self._queues.record_duration(call, seconds)
+        if self._times is not None:
+            self._times.add(call.scorer, seconds, len(call.positions))
         results = self._forms.results_of(call, message.scores)
         is_failure = all(result.value is None for result in results)
         if is_failure and not self._forms[call.scorer].is_function and self._queues.put_back_divided(call):

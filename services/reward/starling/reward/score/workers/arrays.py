@@ -1,6 +1,6 @@
-"""Media as numpy arrays in a worker process: its mappings of the service's buffers.
+"""Media as numpy arrays: a worker's mappings of the service's buffers, and numbers of latents in their stored form.
 
-It is imported only by workers of scorers that read media.
+It is imported only by workers of scorers that read media, and where a service has media.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from io import FileIO
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,37 @@ from starling.reward.core.media import ITEM_BYTES, MediaForm
 from starling.reward.score.scorers.batch import MediaArray
 from starling.reward.score.scorers.pixel_output import PixelOutput
 from starling.reward.score.workers.protocol import PlacedMedia
+
+_EXPONENT: Final = {"float16": 0x7C00, "bfloat16": 0x7F80}
+"""Bits that all are set in infinity and NaN."""
+_CHECKED_NUMBERS: Final = 1 << 20
+"""At a time."""
+
+
+def stored_dtype(dtype: str) -> np.dtype[Any]:
+    """Return numpy's dtype of stored numbers: that of the bits for bfloat16, which numpy has not."""
+    return np.dtype("<u2") if dtype == "bfloat16" else np.dtype(dtype).newbyteorder("<")
+
+
+def as_float32(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+    """Return the numbers of latents, given as they are stored; without a copy if they are float32."""
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (stored.astype("<u4") << 16).view("<f4")
+    return stored.astype("<f4", copy=False)
+
+
+def are_finite(stored: npt.NDArray[Any], dtype: str) -> bool:
+    """Whether all numbers of latents are finite, given flat and as they are stored."""
+    exponent = _EXPONENT.get(dtype)
+    for begin in range(0, len(stored), _CHECKED_NUMBERS):
+        some = stored[begin : begin + _CHECKED_NUMBERS]
+        if exponent is None:
+            is_bad = not np.isfinite(some).all()
+        else:
+            is_bad = bool(((some.view("<u2") & exponent) == exponent).any())
+        if is_bad:
+            return False
+    return True
 
 
 def map_buffers(descriptors: Sequence[int]) -> tuple[mmap.mmap, ...]:
@@ -46,11 +78,8 @@ def array_in(
 ) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
     """Return the media of one sample at `offset`, read-only; without a copy if they are uint8 or float32."""
     num = form.size_bytes // ITEM_BYTES[form.dtype]
-    stored = "<u2" if form.dtype == "bfloat16" else np.dtype(form.dtype).newbyteorder("<")
-    flat = np.frombuffer(buffer, stored, num, offset)
-    if form.dtype == "bfloat16":  # the upper half of a float32
-        flat = (flat.astype("<u4") << 16).view("<f4")
-    elif form.kind == "latents":
-        flat = flat.astype("<f4", copy=False)
+    flat = np.frombuffer(buffer, stored_dtype(form.dtype), num, offset)
+    if form.kind == "latents":
+        flat = as_float32(flat, form.dtype)
     flat.flags.writeable = False
     return flat.reshape(form.shape)

@@ -158,6 +158,12 @@ class TransformersEngine:
         self._weights = LiveWeights(layout, self.tensors, digests=digests, serving=serving)
 
     @property
+    def kv_cache_ratio(self) -> float | None:
+        """Share of the blocks of the KV cache that are in use; None without a limit."""
+        cache = self._forward.cache
+        return None if not cache.max_blocks else cache.num_blocks / cache.max_blocks
+
+    @property
     def num_running(self) -> int:
         """Sequences that the next `step` decodes."""
         return len(self._rows)

@@ -7,6 +7,7 @@ free slot. So a replica whose leases changed is only marked, and the index is up
 from __future__ import annotations
 
 import heapq
+from collections.abc import Container
 from typing import Final, Protocol
 
 from starling.common.ids import Role, lease_subject
@@ -102,8 +103,11 @@ class PinnedRollouts(Protocol):
 class SlotIndex:
     """The free slots of rollouts, rewards and teachers."""
 
-    def __init__(self, leases: Leases, membership: Membership, sharing: TimeSharing) -> None:
-        self._leases, self._membership, self._sharing = leases, membership, sharing
+    def __init__(
+        self, leases: Leases, membership: Membership, sharing: TimeSharing, draining: Container[str] = ()
+    ) -> None:
+        """`draining`: replicas that get no more work."""
+        self._leases, self._membership, self._sharing, self._draining = leases, membership, sharing, draining
         self.routing = Routing()
         """Rollouts, for groups to train."""
         self.rewards, self.teachers = FreeSlots(), FreeSlots()
@@ -128,7 +132,7 @@ class SlotIndex:
             num_rollouts = self._membership.num("rollout")
             for member in changed.values():
                 is_asleep = self._sharing.shared and not self._sharing.has_devices(member)
-                if is_asleep or member.name in self.cooldowns:
+                if is_asleep or member.name in self.cooldowns or member.name in self._draining:
                     self.drop(member, evaluation)
                 elif member.has_reported:
                     self._update(member, evaluation, num_rollouts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
@@ -27,7 +27,9 @@ _STANDARDS: Final = tuple(f"{kind}{year}" for kind in ("gnu++", "c++") for year 
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class _Options:
+    """Options of the scorer, see `make_code`."""
+
     timeout_s: float
     memory_mb: int
     compile_timeout_s: float
@@ -35,6 +37,10 @@ class _Limits:
     compiler_options: tuple[str, ...]
     compare: Rule
     tolerance: float
+    language: Language | None
+    """None for all."""
+    partial: bool
+    time_limit_s: float
 
 
 def make_code(
@@ -75,36 +81,22 @@ def make_code(
         "code", timeout_s=timeout_s, memory_mb=memory_mb, compile_timeout_s=compile_timeout_s,
         compile_memory_mb=compile_memory_mb, time_limit_s=time_limit_s,
     )  # fmt: skip
-    if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
-        raise ConfigError(f"Scorer 'code': tolerance must be a number from 0 to below 1, not {tolerance!r}.")
+    _check_tolerance(tolerance)
     check_choices(
         "code", language=(language, ("auto", *LANGUAGES)), compare=(compare, get_args(Rule)),
         cpp_standard=(cpp_standard, _STANDARDS),
     )  # fmt: skip
-    if language == "cpp" and has_executor() and shutil.which("g++") is None:
-        raise ConfigError("Scorer 'code': language 'cpp' needs the program g++ on this machine; install it.")
-    limits = _Limits(
+    _check_compiler(language)
+    options = _Options(
         float(timeout_s), int(memory_mb), float(compile_timeout_s), int(compile_memory_mb),
-        (f"-std={cpp_standard}", "-O2", "-pipe", "-w"), _RULES[compare], float(tolerance),
+        (f"-std={cpp_standard}", "-O2", "-pipe", "-w"), _RULES[compare], float(tolerance), _LANGUAGE_OF[language],
+        partial, time_limit_s,
     )  # fmt: skip
-    wanted = _LANGUAGE_OF[language]
 
     def passes(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
         tests = read_tests(metadata, reference)
-        program = program_of(completion, wanted)
-        if program is None:
-            return 0.0
-        passed, budget = 0, TimeBudget(time_limit_s)
-        with _ready(program, limits, budget) as run:
-            for number, test in enumerate(tests):
-                if number and budget.is_spent:
-                    _say_late(number, len(tests), time_limit_s)
-                    break
-                if run is not None and run.passes(test):
-                    passed += 1
-                elif not partial:
-                    return 0.0
-        return passed / len(tests) if partial else float(passed == len(tests))
+        program = program_of(completion, options.language)
+        return 0.0 if program is None else _score(program, tests, options)
 
     return passes
 
@@ -113,20 +105,47 @@ _RULES: Final[dict[str, Rule]] = {rule: rule for rule in get_args(Rule)}
 _LANGUAGE_OF: Final[dict[str, Language | None]] = {"auto": None, "python": "python", "cpp": "cpp"}
 
 
+def _check_tolerance(tolerance: float) -> None:
+    """Raise ConfigError unless it is a number that a tolerance can be."""
+    if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
+        raise ConfigError(f"Scorer 'code': tolerance must be a number from 0 to below 1, not {tolerance!r}.")
+
+
+def _check_compiler(language: str) -> None:
+    """Raise ConfigError where programs in C++ alone are wanted and none can be compiled."""
+    if language == "cpp" and has_executor() and shutil.which("g++") is None:
+        raise ConfigError("Scorer 'code': language 'cpp' needs the program g++ on this machine; install it.")
+
+
+def _score(program: Source, tests: Sequence[Test], options: _Options) -> float:
+    """Return the share of tests that a program passes, or, without `partial`, whether it passes all."""
+    passed, budget = 0, TimeBudget(options.time_limit_s)
+    with _ready(program, options, budget) as run:
+        for number, test in enumerate(tests):
+            if number and budget.is_spent:
+                _say_late(number, len(tests), options.time_limit_s)
+                break
+            if run is not None and run.passes(test):
+                passed += 1
+            elif not options.partial:
+                return 0.0
+    return passed / len(tests) if options.partial else float(passed == len(tests))
+
+
 @contextlib.contextmanager
-def _ready(program: Source, limits: _Limits, budget: TimeBudget) -> Iterator[_Python | _Cpp | None]:
+def _ready(program: Source, options: _Options, budget: TimeBudget) -> Iterator[_Python | _Cpp | None]:
     """Yield what runs the tests of a program; None if it cannot be compiled."""
     if program.language == "python":
-        yield _Python(program.text, limits, budget)
+        yield _Python(program.text, options, budget)
         return
     with compiled(
         program.text,
-        options=limits.compiler_options,
-        timeout_s=limits.compile_timeout_s,
-        memory_mb=limits.compile_memory_mb,
+        options=options.compiler_options,
+        timeout_s=options.compile_timeout_s,
+        memory_mb=options.compile_memory_mb,
         budget=budget,
     ) as made:
-        yield None if made is None else _Cpp(made, limits, budget)
+        yield None if made is None else _Cpp(made, options, budget)
 
 
 def _say_late(num: int, num_tests: int, time_limit_s: float) -> None:
@@ -142,33 +161,33 @@ class _Python:
     """A program in Python."""
 
     text: str
-    limits: _Limits
+    options: _Options
     budget: TimeBudget
 
     def passes(self, test: Test) -> bool:
         """Return whether the program passes a test."""
-        limits = self.limits
+        options = self.options
         match test:
             case OutputTest():
                 result = run_python(
                     self.text,
                     stdin=test.input,
-                    timeout_s=limits.timeout_s,
-                    memory_mb=limits.memory_mb,
+                    timeout_s=options.timeout_s,
+                    memory_mb=options.memory_mb,
                     output_bytes=_room(test),
                     budget=self.budget,
                 )
-                return result.status == 0 and _prints(result.output, test, limits)
+                return result.status == 0 and _prints(result.output, test, options)
             case CallTest():
                 called = call_function(
                     self.text,
                     test.function,
                     test.arguments,
-                    timeout_s=limits.timeout_s,
-                    memory_mb=limits.memory_mb,
+                    timeout_s=options.timeout_s,
+                    memory_mb=options.memory_mb,
                     budget=self.budget,
                 )
-                same = (same_value(called.value, one, tolerance=limits.tolerance) for one in test.outputs)
+                same = (same_value(called.value, one, tolerance=options.tolerance) for one in test.outputs)
                 return called.returned and any(same)
             case CodeTest():
                 return check_program(
@@ -176,8 +195,8 @@ class _Python:
                     test.code,
                     setup=test.setup,
                     entry_points=test.entry_points,
-                    timeout_s=limits.timeout_s,
-                    memory_mb=limits.memory_mb,
+                    timeout_s=options.timeout_s,
+                    memory_mb=options.memory_mb,
                     budget=self.budget,
                 ).finished
 
@@ -188,7 +207,7 @@ class _Cpp:
 
     made: int
     """Its descriptor."""
-    limits: _Limits
+    options: _Options
     budget: TimeBudget
 
     def passes(self, test: Test) -> bool:
@@ -198,12 +217,12 @@ class _Cpp:
         result = run_compiled(
             self.made,
             stdin=test.input,
-            timeout_s=self.limits.timeout_s,
-            memory_mb=self.limits.memory_mb,
+            timeout_s=self.options.timeout_s,
+            memory_mb=self.options.memory_mb,
             output_bytes=_room(test),
             budget=self.budget,
         )
-        return result.status == 0 and _prints(result.output, test, self.limits)
+        return result.status == 0 and _prints(result.output, test, self.options)
 
 
 def _room(test: OutputTest) -> int:
@@ -211,8 +230,8 @@ def _room(test: OutputTest) -> int:
     return max(OUTPUT_BYTES, 2 * len(test.output.encode("utf-8", "replace")))
 
 
-def _prints(output: str, test: OutputTest, limits: _Limits) -> bool:
-    return same_output(output, test.output, rule=limits.compare, tolerance=limits.tolerance)
+def _prints(output: str, test: OutputTest, options: _Options) -> bool:
+    return same_output(output, test.output, rule=options.compare, tolerance=options.tolerance)
 
 
 def _completed(text: str, test: CodeTest) -> str:

@@ -13,6 +13,16 @@ from typing import Any, Final, Literal
 Answer = Literal["json_schema", "json", "regex"]
 VERDICTS: Final = {"A": 1.0, "B": 0.0, "tie": 0.5}
 """Answers to a comparison, and how much of it the first response has won."""
+MAX_DEPTH: Final = 32
+"""Of lists and objects in each other, in the answer of a judge."""
+MAX_TOKENS: Final = 100_000
+"""Strings, brackets and braces that are looked at to find the objects in an answer."""
+MAX_CHARACTERS: Final = 8 << 20
+"""That are looked at meanwhile, some of them again and again."""
+_BEGIN: Final = re.compile(r'\{(?=[ \t\n\r]*+["}])')
+_TOKEN: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}\[\]]', re.DOTALL)
+"""A string, the beginning of one that does not end, a bracket or a brace."""
+_CLOSING: Final = {"{": "}", "[": "]"}
 _TAG_CHARS: Final = 12
 _SPECIAL: Final = re.compile(
     r"(?<=<)(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>|(?:bos|eos)>)|(?<=\[)(?=/?(?:INST|SYSTEM_PROMPT)\])", re.IGNORECASE
@@ -109,7 +119,8 @@ class Questions:
             if not isinstance(value, str) or value not in VERDICTS:
                 raise AnswerError("the winner is none of 'A', 'B' and 'tie'")
             return VERDICTS[value]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or (isinstance(value, float) and not math.isfinite(value)):
             raise AnswerError("a score is no number")
         if not self.low <= value <= self.high:
             raise AnswerError(f"a score is outside of {self.low:g} to {self.high:g}")
@@ -120,16 +131,58 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in a text, the last one first: a judge may think aloud before it answers.
 
     What lies within one of them is none of its own: that may be quoted from what is judged.
+
+    Raises:
+        AnswerError: one is nested too deeply, or it would take long to find them.
     """
     decoder, found, place = json.JSONDecoder(), list[dict[str, Any]](), 0
-    while (place := text.find("{", place)) >= 0:
+    left = _Budget(MAX_TOKENS, MAX_CHARACTERS)
+    while (begin := _BEGIN.search(text, place)) is not None:
+        place, end = begin.start(), _end_of_object(text, begin.start(), left)
         try:
-            value, place = decoder.raw_decode(text, place)
+            value = None if end is None else decoder.decode(text[place:end])
         except (ValueError, RecursionError):
+            value = None
+        if value is None or end is None:
             place += 1
         else:
             found.append(value)
+            place = end
     yield from reversed(found)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What may still be looked at: after a brace from which on nothing is an object, all that follows is, again."""
+
+    num_tokens: int
+    num_characters: int
+
+
+def _end_of_object(text: str, place: int, left: _Budget) -> int | None:
+    """Return where the object ends that begins at `place`; None if none does.
+
+    Raises:
+        AnswerError: it is nested too deeply, or `left` is used up.
+    """
+    open_brackets: list[str] = []
+    end = len(text)
+    for match in _TOKEN.finditer(text, place):
+        token = match[0]
+        left.num_tokens -= 1
+        if left.num_tokens < 0 or match.end() - place > left.num_characters:
+            raise AnswerError("it has too many braces")
+        if token in _CLOSING:
+            open_brackets.append(token)
+            if len(open_brackets) > MAX_DEPTH:
+                raise AnswerError(f"it has an object that is nested more than {MAX_DEPTH} deep")
+        elif token in "]}" and (_CLOSING[open_brackets.pop()] != token or not open_brackets):
+            end = match.end()
+            break
+        elif token == '"':  # of a string that does not end
+            break
+    left.num_characters -= end - place
+    return end if not open_brackets else None
 
 
 def _tagged(name: str, text: str) -> str:

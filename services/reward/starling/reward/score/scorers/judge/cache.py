@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import sqlite3
+import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -33,7 +34,8 @@ class AnswerCache:
     """
 
     def __init__(self, num: int, path: Path | None, file_mb: int) -> None:
-        self._num, self._lock = num, threading.Lock()
+        self._num, self._lock, self._path = num, threading.Lock(), path
+        self._is_reported = False
         self._memory: OrderedDict[str, str] = OrderedDict()
         self._file: sqlite3.Connection | None = None
         if path is not None:
@@ -60,8 +62,30 @@ class AnswerCache:
         with self._lock:
             self._remember(key, text)
             if self._file is not None:
-                with contextlib.suppress(sqlite3.Error):
+                try:
                     self._file.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, text))
+                except sqlite3.Error as error:
+                    self._report(error)
+
+    def _report(self, error: sqlite3.Error) -> None:
+        """Print once that the file cannot be written; a file that has reached its size is meant to be full."""
+        if self._is_reported or self._has_its_size():
+            return
+        self._is_reported = True
+        print(
+            f"the judge's answers are not kept in {self._path}: {error}; free some space, or give another cache_file",
+            file=sys.stderr,
+        )
+
+    def _has_its_size(self) -> bool:
+        """Return whether the file has as many pages as it may have."""
+        assert self._file is not None, "it cannot be written"
+        with contextlib.suppress(sqlite3.Error):
+            num, most = (
+                self._file.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "max_page_count")
+            )
+            return bool(num >= most)
+        return False
 
     def _read(self, key: str) -> str | None:
         if self._file is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from starling.common.errors import ConfigError
-from starling.reward.score.scorers.models.options import MAX_FRAMES, check_range, frame_means, model_folder
+from starling.reward.score.scorers.models.options import checked_num_frames, downloaded_file, frame_means, model_folder
 
 MAX_TOKENS = 77
 
@@ -43,14 +43,15 @@ class Hpsv2:
         download_path: str = "",
     ) -> None:
         self._folder = model_folder("hpsv2", model_path, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
-        check_range("hpsv2", "num_frames", num_frames, 1, MAX_FRAMES)
-        usual = Path(download_path).expanduser() / "hpsv2" / "ckpts" / "HPS_v2.1_compressed.pt"
-        self._checkpoint = Path(checkpoint).expanduser() if checkpoint else usual if usual.is_file() else None
-        if checkpoint and self._checkpoint is not None and not self._checkpoint.is_file():
-            raise ConfigError(
-                f"Scorer 'hpsv2': there is no file {checkpoint!r}; download HPS_v2.1_compressed.pt of xswu/HPSv2."
-            )
-        self._device, self._dtype, self._num_frames = device, dtype, num_frames
+        self._num_frames = checked_num_frames("hpsv2", num_frames)
+        self._checkpoint = downloaded_file(download_path, "hpsv2", "ckpts", "HPS_v2.1_compressed.pt")
+        if checkpoint:
+            self._checkpoint = Path(checkpoint).expanduser()
+            if not self._checkpoint.is_file():
+                raise ConfigError(
+                    f"Scorer 'hpsv2': there is no file {checkpoint!r}; download HPS_v2.1_compressed.pt of xswu/HPSv2."
+                )
+        self._device, self._dtype = device, dtype
 
     def setup(self) -> None:
         """Load the model. Raises ConfigError when the checkpoint is of another one."""

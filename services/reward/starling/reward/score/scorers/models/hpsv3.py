@@ -6,10 +6,9 @@ The model answers with the mean and the deviation of its estimate; the score is 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
-from starling.reward.score.scorers.models.options import MAX_FRAMES, check_range, frame_means
+from starling.reward.score.scorers.models.options import checked_num_frames, downloaded_file, frame_means, without_empty
 
 
 class Hpsv3:
@@ -37,12 +36,9 @@ class Hpsv3:
         num_frames: int = 1,
         download_path: str = "",
     ) -> None:
-        check_range("hpsv3", "num_frames", num_frames, 1, MAX_FRAMES)
-        usual = Path(download_path).expanduser() / "hpsv3" / "HPSv3.safetensors"
-        checkpoint = model_path or (str(usual) if download_path and usual.is_file() else "")
-        given = {"checkpoint_path": checkpoint, "config_path": config_path}
-        self._arguments = {"device": device, **{name: path for name, path in given.items() if path}}
-        self._num_frames = num_frames
+        self._num_frames = checked_num_frames("hpsv3", num_frames)
+        checkpoint = model_path or str(downloaded_file(download_path, "hpsv3", "HPSv3.safetensors") or "")
+        self._arguments = {"device": device, **without_empty(checkpoint_path=checkpoint, config_path=config_path)}
 
     def setup(self) -> None:
         """Load the model."""

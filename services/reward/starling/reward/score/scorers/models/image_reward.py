@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from starling.reward.score.scorers.models.options import MAX_FRAMES, check_range, frame_means
+from starling.reward.score.scorers.models.options import checked_num_frames, frame_means, without_empty
 
 
 class ImageReward:
@@ -35,10 +35,9 @@ class ImageReward:
         num_frames: int = 1,
         download_path: str = "",
     ) -> None:
-        check_range("image_reward", "num_frames", num_frames, 1, MAX_FRAMES)
-        given = {"download_root": model_path, "med_config": med_config}
-        self._name, self._arguments = model, {"device": device, **{key: one for key, one in given.items() if one}}
-        self._dtype, self._num_frames = dtype, num_frames
+        self._num_frames = checked_num_frames("image_reward", num_frames)
+        self._arguments = {"device": device, **without_empty(download_root=model_path, med_config=med_config)}
+        self._name, self._dtype = model, dtype
 
     def setup(self) -> None:
         """Load the model."""

@@ -31,6 +31,23 @@ def check_range(scorer: str, name: str, value: float, least: float, most: float)
         raise ConfigError(f"Scorer {scorer!r}: {name} is {value}; give {least:g} to {most:g}.")
 
 
+def checked_num_frames(scorer: str, num_frames: int) -> int:
+    """Return the number of frames of a video that are scored. Raises ConfigError unless it is within its limits."""
+    check_range(scorer, "num_frames", num_frames, 1, MAX_FRAMES)
+    return num_frames
+
+
+def downloaded_file(folder: str, *place: str) -> Path | None:
+    """Return a file that Cosmos-RL downloads into `folder`; None without a folder, or if it is not there."""
+    file = Path(folder).expanduser().joinpath(*place)
+    return file if folder and file.is_file() else None
+
+
+def without_empty(**options: str) -> dict[str, str]:
+    """Return the options that are given: a package has a default of its own for the others."""
+    return {name: value for name, value in options.items() if value}
+
+
 def frame_means(
     clips: Sequence[Any], num_frames: int, score: Callable[[list[Any], list[int]], Sequence[float]]
 ) -> list[float]:

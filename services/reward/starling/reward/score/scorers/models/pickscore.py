@@ -5,14 +5,12 @@ The score is the model's similarity of prompt and image, times its temperature, 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
-from starling.common.errors import ConfigError
+from starling.reward.score.scorers.models.options import checked_num_frames, model_folder
 
 SCALE: Final = 26.0
 MAX_TOKENS: Final = 77
-MAX_FRAMES: Final = 64
 
 
 class PickScore:
@@ -40,24 +38,22 @@ class PickScore:
         num_frames: int = 1,
         download_path: str = "",
     ) -> None:
-        self._model_path, self._processor_path = model_path, processor_path or model_path
-        for path in (self._model_path, self._processor_path):
-            if not Path(path).expanduser().is_dir():
-                raise ConfigError(
-                    f"Scorer 'pickscore': {path!r} is no folder; download yuvalkirstain/PickScore_v1 and the processor "
-                    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K, and give their folders as model_path and processor_path."
-                )
-        if not 1 <= num_frames <= MAX_FRAMES:
-            raise ConfigError(f"Scorer 'pickscore': num_frames is {num_frames}; give 1 to {MAX_FRAMES}.")
-        self._device, self._dtype, self._num_frames = device, dtype, num_frames
+        self._folder = model_folder("pickscore", model_path, "yuvalkirstain/PickScore_v1")
+        self._processor_folder = (
+            model_folder("pickscore", processor_path, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
+            if processor_path
+            else self._folder
+        )
+        self._num_frames = checked_num_frames("pickscore", num_frames)
+        self._device, self._dtype = device, dtype
 
     def setup(self) -> None:
         """Load the model."""
         from transformers import CLIPModel, CLIPProcessor
 
         where: dict[str, Any] = {"local_files_only": True}
-        self._processor = CLIPProcessor.from_pretrained(str(Path(self._processor_path).expanduser()), **where)
-        model = CLIPModel.from_pretrained(str(Path(self._model_path).expanduser()), dtype=self._dtype, **where)
+        self._processor = CLIPProcessor.from_pretrained(str(self._processor_folder), **where)
+        model = CLIPModel.from_pretrained(str(self._folder), dtype=self._dtype, **where)
         self._model = model.eval().requires_grad_(False).to(self._device)
 
     def score(self, batch: Any) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from starling.common.errors import ConfigError
 from starling.reward.score.scorers.judge.client import JudgeClient, RetryableError, has_time, pause_before
-from starling.reward.score.scorers.models.options import MAX_FRAMES, check_range
+from starling.reward.score.scorers.models.options import check_range, checked_num_frames
 
 QUESTION: Final = (
     "An image was generated from this caption: [{prompt}]\n"
@@ -65,13 +65,13 @@ class UnifiedReward:
             raise ConfigError(
                 f"Scorer 'unified_reward': endpoint_url is {endpoint_url!r}; give an address as http://judge:8000/v1."
             )
-        check_range("unified_reward", "num_frames", num_frames, 1, MAX_FRAMES)
+        self._num_frames = checked_num_frames("unified_reward", num_frames)
         check_range("unified_reward", "time_limit_s", time_limit_s, 0.1, 3600.0)
         check_range("unified_reward", "retries", retries, 0, 100)
         check_range("unified_reward", "concurrency", concurrency, 1, 1024)
         self._server = endpoint_url, endpoint_api_key, concurrency
         self._model, self._question, self._max_tokens = model, question, max_tokens
-        self._num_frames, self._time_limit_s, self._retries = num_frames, time_limit_s, retries
+        self._time_limit_s, self._retries = time_limit_s, retries
         self.batch_size = concurrency
 
     def setup(self) -> None:

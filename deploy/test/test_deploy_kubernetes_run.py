@@ -1,0 +1,190 @@
+"""The pods of deploy/kubernetes/overlays/cpu in containers, laid out as by a kubelet: a run from start to end.
+
+This shows that commands, variables, keys, volumes, users and privileges of the manifests fit the services. There is no
+cluster: see kubelet.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_manifests as manifests
+import pytest
+from kubelet import Node, RunningPod
+from kubernetes_manifests import KUBERNETES, Manifest, Pod
+
+docker_host = pytest.importorskip("docker_host", reason="deploy/test/docker_host.py starts Docker")
+DockerHost = docker_host.DockerHost
+
+DEADLINE_S = 600.0
+NUM_STEPS = 320
+"""Of the recipe below."""
+SHORTER = {
+    "num_steps = 220": "num_steps = 20",
+    "num_steps = 600": "num_steps = 300",
+    "at_start = true": "at_start = false",
+}
+"""A recipe of a minute in place of that of the quickstart."""
+
+
+@pytest.fixture(scope="module")
+def docker(debian_packages: Callable[[str], None]) -> Iterator[DockerHost]:
+    """Return a Docker daemon."""
+    debian_packages("test_deploy_kubernetes_run")
+    folder = Path(tempfile.mkdtemp(prefix="starling-kubernetes-", dir="/var/tmp"))
+    host = DockerHost(folder)
+    try:
+        host.start()
+        yield host
+    finally:
+        host.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def node(docker: DockerHost) -> Iterator[Node]:
+    """Return a node with the overlay for CPUs, its recipe shortened, and new keys."""
+    folder = Path(tempfile.mkdtemp(dir=docker.folder))
+    objects = manifests.build(KUBERNETES / "overlays/cpu") + manifests.build_secrets(folder)
+    shorten(objects)
+    (folder / "volumes").mkdir()
+    folder.chmod(0o755)
+    running = Node(docker, folder / "volumes", objects)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def shorten(objects: list[Manifest]) -> None:
+    """Make the recipe in the ConfigMap a short one."""
+    maps = manifests.of_kind(objects, "ConfigMap")
+    [config] = [one for one in maps if one["metadata"]["name"].startswith("run-config")]
+    for before, after in SHORTER.items():
+        assert before in config["data"]["config.toml"]
+        config["data"]["config.toml"] = config["data"]["config.toml"].replace(before, after)
+
+
+def wait_for(what: str, is_done: Callable[[], Any], *watched: Callable[[], str]) -> None:
+    """Wait until something is so. Fails with what is watched at the deadline."""
+    until = time.monotonic() + DEADLINE_S
+    while not is_done():
+        if time.monotonic() > until:
+            raise AssertionError(f"{what}: not within {DEADLINE_S:g} s\n" + "\n".join(one()[-4000:] for one in watched))
+        time.sleep(0.5)
+
+
+class Run:
+    """A run on the node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.pods = {pod.role: pod for pod in manifests.pods(node.objects)}
+        self.running: dict[str, RunningPod] = {}
+        self.folder = node.folder / "claim-run-controller-0"
+
+    def start(self, role: str, index: int = 0) -> RunningPod:
+        """Start a pod."""
+        self.running[f"{role}-{index}"] = started = self.node.start(self.pods[role], index)
+        return started
+
+    def stop(self, name: str) -> int:
+        """Delete a pod. Returns its exit code."""
+        running = self.running.pop(name)
+        return self.node.stop(running, self.pods[running.role].spec["terminationGracePeriodSeconds"])
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of a kind of metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+    def steps(self) -> int:
+        """Return the number of the newest step."""
+        return max((line["step"] for line in self.lines("step")), default=0)
+
+    def logs(self) -> str:
+        """Return the ends of all logs."""
+        return "\n".join(f"--- {name}\n{self.node.logs(one)[-3000:]}" for name, one in self.running.items())
+
+    def wait(self, what: str, is_done: Callable[[], Any]) -> None:
+        """Wait until something is so."""
+        wait_for(what, is_done, self.logs)
+
+
+def is_ready(node: Node, running: RunningPod, pod: Pod) -> bool:
+    """Carry out the readiness probe of a pod."""
+    probe = pod.spec["containers"][0]["readinessProbe"]
+    if "exec" in probe:
+        return node.execute(running, *probe["exec"]["command"]).returncode == 0
+    if "tcpSocket" in probe:
+        script = f"exec 3<>/dev/tcp/{running.address}/5555"
+        return subprocess.run(["bash", "-c", script], capture_output=True, timeout=10).returncode == 0
+    try:
+        with urllib.request.urlopen(f"http://{running.address}:8080{probe['httpGet']['path']}", timeout=10) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.mark.timeout(3600)
+def test_a_run_starts_scales_drains_and_ends(node: Node) -> None:
+    run = Run(node)
+    for role in ("policy", "reward", "rollout"):  # before the controller, as a cluster may do it
+        run.start(role)
+    controller = run.start("controller")
+    run.start("rollout", 1)
+    run.wait("all pods ready", lambda: all(is_ready(node, one, run.pods[one.role]) for one in run.running.values()))
+    run.wait("steps", lambda: run.steps() >= 5)
+
+    # Keys are in memory only, and the folder of the run is one that operators can read.
+    assert not list((run.folder / "keys").glob("*"))
+    assert (run.folder / "config.toml").exists()
+    assert node.execute(controller, "sh", "-c", "touch /etc/x").returncode != 0
+    sandbox = [line for line in node.logs(run.running["reward-0"]).splitlines() if '"sandbox' in line]
+    assert any('"landlock"' in line for line in sandbox), sandbox
+    print("sandbox of the reward service:", sandbox[0])
+
+    # Scale up and down.
+    run.start("rollout", 2)
+    run.wait("rollout-2 has joined", lambda: any(line["replica"] == "rollout-2" for line in run.lines("joined")))
+    assert run.stop("rollout-1") == 0
+    run.wait("rollout-1 has left", lambda: any(line["replica"] == "rollout-1" for line in run.lines("left")))
+
+    # A node is drained: the controller stops the run, and resumes it elsewhere; the policy saves its state, too.
+    steps = run.steps()
+    assert steps < NUM_STEPS, "the run is too short for this test"
+    assert run.stop("controller-0") == 0
+    print(f"drained at step {steps}, stopped after step {run.steps()}")
+    run.start("controller")
+    steps = run.steps()
+    run.wait("steps after the drain", lambda: run.steps() >= steps + 3)
+    assert run.stop("policy-0") == 0
+    run.start("policy")
+
+    run.wait("the end", lambda: run.lines("step") and "finished" in node.logs(run.running["controller-0"]))
+    finished = [line for line in node.logs(run.running["controller-0"]).splitlines() if '"finished"' in line]
+    assert '"ok": true' in finished[0], finished
+    assert "complete" in finished[0], finished
+    assert [line["step"] for line in run.lines("step")] == list(range(1, NUM_STEPS + 1))
+    states = node.folder / "claim-run-policy-0"
+    assert list(states.glob(f"checkpoints/step-{NUM_STEPS}/model.safetensors"))
+
+
+def test_a_wrong_key_is_one_sentence(node: Node) -> None:
+    run = Run(node)
+    other = manifests.find(node.objects, "Secret", "reward-keys")["data"]
+    other["reward-0.json"] = other["reward-1.json"]
+    reward = run.start("reward")
+    run.wait("its restart", lambda: node.restarts(reward) > 0)
+    assert re.search(r"the key file \S+ was made for reward-1, not for reward-0", node.logs(reward))

@@ -1,0 +1,1 @@
+"""`starling deploy`: install services on machines."""

@@ -1,0 +1,1 @@
+"""The launcher `kubernetes`: a Job for each replica, by kubectl."""

@@ -1,0 +1,1 @@
+"""Profiles of the processes of a run."""

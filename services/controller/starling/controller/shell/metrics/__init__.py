@@ -1,0 +1,1 @@
+"""Metrics of a run for Prometheus, served by the controller's HTTP endpoint."""
