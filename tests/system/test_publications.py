@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,7 @@ def test_versions_are_published_when_staleness_asks_for_them(tmp_path: Path) -> 
     assert "expected" in report.output
     assert "policy-0:0" in report.output
     assert "unknown" not in report.output
+    (written,) = (attempt(folder) / "weightsync").glob("version-*6.json")
+    trace = Command(tmp_path, "sync-report", str(attempt(folder)), "--trace", "6", name="trace")
+    assert trace.wait() == 0, trace.transcript()
+    assert json.loads(trace.output) == json.loads(written.read_text())

@@ -52,7 +52,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "compare": ("--out", "-o"),
     "report": ("--out", "-o"),
     "dashboard": ("--host", "--port", "--allow-control", "--key", "--token-file", "--address-file", "--allow-host"),
-    "sync-report": ("--last", "--json"),
+    "sync-report": ("--last", "--json", "--trace"),
     "sim": (
         "--faults", "--replicas", "--no-shrink", "--jobs", "--seeds", "--first-seed",
         "--what-if", "--base", "--picture", "--json",
@@ -118,6 +118,7 @@ PARSED: dict[str, dict[str, Any]] = {
         "picture": Path("a.svg"), "json": True,
     },
     "sync-report runs/a --last 2": {"folder": Path("runs/a"), "last": 2, "json": False},
+    "sync-report runs/a --trace 7": {"folder": Path("runs/a"), "trace": 7},
     "runs": {"folder": Path("runs"), "json": False},
     "compare runs/a runs/b -o a.html": {"folders": (Path("runs/a"), Path("runs/b")), "out": Path("a.html")},
     "report runs/a --out a.html": {"folder": Path("runs/a"), "out": Path("a.html")},

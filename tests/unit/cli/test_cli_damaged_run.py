@@ -188,6 +188,10 @@ REFUSED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "a report without a value": (["record", "run", "--out="], ("a path is empty",)),
     "a report at a folder": (["record", "run", "--out", "/"], ("/ is a folder; give a file with --out",)),
     "a number of publications below 0": (["sync-report", "run", "--last", "-5"], ("--last -5", "from 0 on")),
+    "a version that was not published": (
+        ["sync-report", "run", "--trace", "7"],
+        ("version 7 was not published in ", "run/attempt-1; ", "metrics.jsonl have the versions that were"),
+    ),
     "a time that is none": (["status", "run", "--timeout", "nan"], ("--timeout nan", "above 0")),
     "a time below 0": (["status", "run", "--timeout", "-1"], ("--timeout -1", "above 0")),
     "a time without end": (["status", "run", "--timeout", "1e300"], ("--timeout 1e+300", "above 0")),

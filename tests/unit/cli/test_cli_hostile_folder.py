@@ -197,7 +197,7 @@ def test_hostile_rewards_can_be_drawn_or_are_refused(bad: float, attempt: Path) 
 
 @pytest.mark.sample(1)
 @EACH_STRIDE
-@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--trace", "1"]])
 def test_hostile_metrics_end_sync_report_with_a_sentence(
     flags: list[str], stride: int, attempt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

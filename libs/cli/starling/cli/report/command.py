@@ -18,11 +18,18 @@ def sync_report(
     *,
     last: Annotated[int, Parameter(help="Only the newest publications; 0 for all.")] = 0,
     json: Annotated[bool, Parameter(help="Print one JSON object instead.")] = False,
+    trace: Annotated[
+        int | None,
+        Parameter(metavar="VERSION", help="Print the trace of one publication instead, for ui.perfetto.dev."),
+    ] = None,
 ) -> int:
     """Show where the time of weight synchronisation went, and the bottleneck."""
-    from starling.cli.report.weight_sync import print_sync_report
+    from starling.cli.report.weight_sync import print_sync_report, print_trace
 
-    print_sync_report(folder, last, json)
+    if trace is not None:
+        print_trace(folder, trace)
+    else:
+        print_sync_report(folder, last, json)
     return 0
 
 
@@ -59,7 +66,11 @@ def replay(
 
 
 sync_report_command = define(
-    "sync-report", sync_report, "RUN_FOLDER [OPTIONS]", "Example:\n  starling sync-report runs/mine --last 10"
+    "sync-report",
+    sync_report,
+    "RUN_FOLDER [OPTIONS]",
+    "Examples:\n  starling sync-report runs/mine --last 10\n"
+    "  starling sync-report runs/mine --trace 1200 > version-1200.json",
 )
 record_command = define("record", record, "RUN_FOLDER [--out FILE]", "Example:\n  starling record runs/mine")
 replay_command = define(

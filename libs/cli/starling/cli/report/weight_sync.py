@@ -18,6 +18,7 @@ from starling.weightsync.costs.timeline import (
     PART_MEANINGS,
     PART_REMEDIES,
     TimeSplit,
+    chrome_trace,
     publication_timelines,
     time_split,
 )
@@ -45,6 +46,20 @@ def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
         _show(split, attempt, Console())
 
 
+def print_trace(folder: Path, version: int) -> None:
+    """Print the trace of the newest publication of a version. Raises ConfigError when there is none."""
+    attempt = Attempt.find(folder)
+    with damaged_lines(attempt.metrics, "of a publication or an adoption"):
+        lines = iter_metrics(attempt.metrics, "published", "adopted")
+        measured = publication_timelines(line for line in lines if line["version"] == version)
+    if not measured:
+        raise ConfigError(
+            f"version {version} was not published in {attempt.folder}; its lines `published` in metrics.jsonl have the "
+            "versions that were"
+        )
+    print_json(json.dumps(chrome_trace(measured[0])))  # as ASCII, as above
+
+
 def _show(split: TimeSplit, attempt: Attempt, console: Console) -> None:
     table = Table(
         title=f"{counted(split.num_adoptions, 'adoption')} of {counted(split.num_publications, 'version')}; means",
@@ -68,7 +83,8 @@ def _show(split: TimeSplit, attempt: Attempt, console: Console) -> None:
     _show_pairs(split, console)
     console.print(f"bottleneck: {split.bottleneck} - {PART_REMEDIES[split.bottleneck]}")
     console.print(
-        f"timeline of each publication: open {attempt.folder / 'weightsync'}/version-*.json in ui.perfetto.dev"
+        f"timelines of the newest publications: open {attempt.folder / 'weightsync'}/version-*.json in "
+        "ui.perfetto.dev; of any other: --trace VERSION"
     )
 
 

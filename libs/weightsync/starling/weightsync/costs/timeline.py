@@ -274,14 +274,15 @@ def _bottleneck(adoptions: Sequence[Adoption], parts: dict[str, float]) -> str:
 
 
 def chrome_trace(measured: PublicationTimeline) -> dict[str, Any]:
-    """Return the trace of a publication, ready for `json.dumps`."""
+    """Return the trace of a publication, ready for `json.dumps`; of each replica its last adoption."""
+    adoptions = {adoption.replica: adoption for adoption in measured.adoptions}
     stall_s, offer_s = measured.publish_s, measured.offer_s
     events = [
         *_named(0, "publisher"),
         _slice("publish (training waits)", 0, -stall_s - offer_s, stall_s),
         _slice("digest (training continues)", 0, -offer_s, offer_s),
     ]
-    for number, adoption in enumerate(sorted(measured.adoptions, key=lambda adoption: adoption.replica), start=1):
+    for number, (_, adoption) in enumerate(sorted(adoptions.items()), start=1):
         events += _named(number, adoption.replica)
         begin = adoption.parts["wait"]
         for name in PARTS[:-1]:
