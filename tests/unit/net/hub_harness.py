@@ -106,11 +106,15 @@ def running_link(
 
 
 @contextmanager
-def socket_of(address: str, keys: Path | None, name: str = "rollout-1") -> Iterator[zmq.Socket[Any]]:
+def socket_of(
+    address: str, keys: Path | None, name: str = "rollout-1", *, reconnects: bool = True
+) -> Iterator[zmq.Socket[Any]]:
     """A bare DEALER with the right key, for messages that no link would send."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger = 1000
+    if not reconnects:
+        socket.reconnect_ivl = -1
     if keys is not None:
         curve.connect_with(socket, curve.load_key(keys / f"{name}.json"))
     socket.connect(address)
