@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from starling.controller.core.replicas import autoscale
-from starling.controller.core.replicas.autoscale import AutoscaleRule, AutoscaleWindow
+from starling.controller.core.replicas.scaling import autoscale
+from starling.controller.core.replicas.scaling.autoscale import AutoscaleRule, AutoscaleWindow
 from starling.sim.cluster.cluster import SimulatedCluster
 from starling.sim.cluster.launcher import MAX_RESTARTS
 from starling.sim.errors import Violation

@@ -10,7 +10,7 @@ import pytest
 from system_runs import Command, make_workdir, metrics, run, trained
 from test_scale import answer, wait_for_rollouts, wait_for_steps
 
-from starling.controller.core.replicas.autoscale import LEAST_STEPS
+from starling.controller.core.replicas.scaling.autoscale import LEAST_STEPS
 
 pytestmark = pytest.mark.system
 

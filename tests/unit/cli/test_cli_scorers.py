@@ -10,7 +10,7 @@ import pytest
 from starling.cli.recipe.arithmetic import describe_arithmetic
 from starling.cli.recipe.schema import Recipe, load_recipe, to_toml
 from starling.common.errors import ConfigError
-from starling.controller.core.groups.scores import TrainedScorer
+from starling.controller.core.groups.validation.scores import TrainedScorer
 from starling.controller.settings import ControllerProcess
 
 RECIPE = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"

@@ -20,8 +20,8 @@ from textual.pilot import Pilot
 from starling.cli.main import main
 from starling.cli.run.attempt import Attempt
 from starling.cli.runs.feed import Telemetry
+from starling.cli.runs.files.metrics import REWARD
 from starling.cli.runs.live import MAX_POINTS, GrowingCurve, LiveRun, MetricsTail
-from starling.cli.runs.metrics import REWARD
 from starling.cli.top import control, overview, tables
 from starling.cli.top.app import VIEWS, TopApp
 from starling.cli.top.plot import Line, plot

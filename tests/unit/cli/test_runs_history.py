@@ -12,10 +12,10 @@ import pytest
 from run_folders import BEGUN, evaluation_line, make_attempt, many_steps, step_line
 
 from starling.cli.report.statistics import MAX_POINTS
-from starling.cli.runs.curves import COLUMNS, Column, Curve, Span, smoothed
-from starling.cli.runs.history import NUM_ROWS, History, read_history
-from starling.cli.runs.lines import decode, number, read_backwards
-from starling.cli.runs.metrics import EVALUATION, REWARD
+from starling.cli.runs.files.curves import COLUMNS, Column, Curve, Span, smoothed
+from starling.cli.runs.files.history import NUM_ROWS, History, read_history
+from starling.cli.runs.files.lines import decode, number, read_backwards
+from starling.cli.runs.files.metrics import EVALUATION, REWARD
 from starling.common.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from run_folders import BEGUN, ENDED, evaluation_line, make_attempt, step_line
 
 from starling.cli.main import main
 from starling.cli.run.attempt import Attempt
-from starling.cli.runs.state import state_of
+from starling.cli.runs.files.state import state_of
 from starling.controller.core.records import ControllerStarted, MemberLeft, RunStopped
 
 STOPPED = RunStopped(reason="stopped by an operator")

@@ -12,9 +12,9 @@ from run_folders import BEGUN, check_page, evaluation_line, make_attempt, many_s
 
 from starling.cli.main import main
 from starling.cli.run.attempt import Attempt
-from starling.cli.runs.curves import Column
-from starling.cli.runs.settings import DERIVED, changed_settings, default_settings, differing_settings
-from starling.cli.runs.svg import Series, axis, nice, plot, tick_text
+from starling.cli.runs.files.curves import Column
+from starling.cli.runs.files.settings import DERIVED, changed_settings, default_settings, differing_settings
+from starling.cli.runs.pages.svg import Series, axis, nice, plot, tick_text
 
 HOSTILE = (
     "<script>alert(1)</script>\"'><img src=x onerror=alert(1)></pre></main>&lt;\x00\x1b[2J\u202e\ud800 ]]> --> </style>"

@@ -9,8 +9,8 @@ from transcript import Script
 
 from starling.controller.core.events import Note, Write
 from starling.controller.core.records import ReplicasScaled
-from starling.controller.core.replicas.autoscale import AutoscaleRule, AutoscaleWindow, RolloutLoad, next_count
-from starling.controller.core.replicas.scaling import autoscale
+from starling.controller.core.replicas.scaling.autoscale import AutoscaleRule, AutoscaleWindow, RolloutLoad, next_count
+from starling.controller.core.replicas.scaling.scaling import autoscale
 
 RULE = AutoscaleRule(min=2, max=10, starving=0.2, idle=0.5, window_s=60.0, cooldown_s=300.0)
 

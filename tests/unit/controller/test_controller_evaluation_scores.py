@@ -14,7 +14,7 @@ from starling.algo.advantage import decoupled_normalised, group_normalised
 from starling.common.ranges import MAX_SCORES
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
-from starling.controller.core.groups.scores import TrainedScorer, is_drawn
+from starling.controller.core.groups.validation.scores import TrainedScorer, is_drawn
 from starling.controller.core.records import RewardsStored
 from starling.controller.core.training.reward_hacking import PREFIX
 from starling.reward.core.groups import GroupScores, SendScores

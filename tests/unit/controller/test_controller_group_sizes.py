@@ -26,8 +26,8 @@ from starling.common.wire.tensors import (
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import Received
 from starling.controller.core.groups.arrival import received
-from starling.controller.core.groups.limits import MESSAGE_BYTES
-from starling.controller.core.groups.validation import MAX_TEXT_CHARACTERS, MAX_TOKEN_CHARACTERS
+from starling.controller.core.groups.validation.limits import MESSAGE_BYTES
+from starling.controller.core.groups.validation.validation import MAX_TEXT_CHARACTERS, MAX_TOKEN_CHARACTERS
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import CompletionsStored, JournalEntry, PartialCompletionsStored
 from starling.controller.core.training.train_groups import step_problem

@@ -15,8 +15,8 @@ from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.groups.group import GroupState
-from starling.controller.core.groups.limits import MESSAGE_BYTES
-from starling.controller.core.groups.validation import InvalidResultError, check_group_contents
+from starling.controller.core.groups.validation.limits import MESSAGE_BYTES
+from starling.controller.core.groups.validation.validation import InvalidResultError, check_group_contents
 from starling.controller.core.records import PartialCompletionsStored
 from starling.policy.train.data.groups import groups_from_wire
 

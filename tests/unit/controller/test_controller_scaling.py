@@ -10,7 +10,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.events import Note, Write
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import ReplicasScaled
-from starling.controller.core.replicas.desired import MAX_DESIRED, surplus
+from starling.controller.core.replicas.scaling.desired import MAX_DESIRED, surplus
 from starling.controller.shell.status import MetricsHistory, snapshot
 
 

@@ -10,7 +10,7 @@ from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
-from starling.controller.core.groups.scores import TrainedScorer, are_equal, scores_of
+from starling.controller.core.groups.validation.scores import TrainedScorer, are_equal, scores_of
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import RewardsStored
 from starling.controller.core.training.metrics import MAX_NAMES, MetricNames

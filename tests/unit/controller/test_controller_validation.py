@@ -20,7 +20,7 @@ from starling.common.wire import codec
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.groups.group import GroupState
-from starling.controller.core.groups.validation import (
+from starling.controller.core.groups.validation.validation import (
     InvalidResultError,
     UnusableResultError,
     check_group_contents,

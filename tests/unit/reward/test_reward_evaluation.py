@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from starling.common.ranges import MAX_REWARD, MAX_SCORE_CHARACTERS, MAX_SCORES
 from starling.common.wire.messages import CompletionText, GroupScored, Prompt, ScoreGroup, Status
-from starling.controller.core.groups.validation import UnusableResultError, check_rewards
+from starling.controller.core.groups.validation.validation import UnusableResultError, check_rewards
 from starling.reward.core.groups import CancelTask, GroupScores, SendScores, SubmitTask
 from starling.reward.core.requests import Answer, Command, RequestResult, RewardRequest, RewardRequests
 from starling.reward.core.rewards import NO_BOUNDS, WeightedScorer

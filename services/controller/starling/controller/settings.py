@@ -23,11 +23,11 @@ from starling.common.ranges import (
 )
 from starling.common.settings import Seconds, ServiceSettings, SettingsSection, Temperature, TokenId
 from starling.common.wire.messages import Sampling
-from starling.controller.core.groups.recording import recording_problem
-from starling.controller.core.groups.scores import TrainedScorer
+from starling.controller.core.groups.validation.recording import recording_problem
+from starling.controller.core.groups.validation.scores import TrainedScorer
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
-from starling.controller.core.replicas.autoscale import AutoscaleRule
-from starling.controller.core.replicas.desired import MAX_DESIRED
+from starling.controller.core.replicas.scaling.autoscale import AutoscaleRule
+from starling.controller.core.replicas.scaling.desired import MAX_DESIRED
 from starling.controller.core.training.train_groups import step_problem
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES

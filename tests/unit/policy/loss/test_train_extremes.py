@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from starling.algo import algorithm as built_in
 from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_REWARD
-from starling.controller.core.groups.validation import MAX_LOGPROB_NATS
+from starling.controller.core.groups.validation.validation import MAX_LOGPROB_NATS
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.groups import ScoredGroup, TeacherLogprobs
 from starling.policy.train.rl import RlTrainer

@@ -11,8 +11,8 @@ import msgspec
 from starling.cli.dashboard.files.samples import Filter, Order, tokens_of
 from starling.cli.dashboard.files.series import Series
 from starling.cli.dashboard.watch import RunWatch, Sources
-from starling.cli.runs.metrics import EVALUATION_PLOT, STEP_PLOTS, Plot
-from starling.cli.runs.settings import changed_settings, differing_settings, settings_of
+from starling.cli.runs.files.metrics import EVALUATION_PLOT, STEP_PLOTS, Plot
+from starling.cli.runs.files.settings import changed_settings, differing_settings, settings_of
 from starling.common.errors import ConfigError, StarlingError
 
 MAX_COLUMNS: Final = 1200

@@ -18,7 +18,7 @@ from starling.cli.dashboard.access import Guard, make_token
 from starling.cli.dashboard.app import Dashboard, application
 from starling.cli.dashboard.watch import RunWatch, watch_names
 from starling.cli.run.attempt import Attempt
-from starling.cli.runs.history import check_different
+from starling.cli.runs.files.history import check_different
 from starling.common.errors import ConfigError
 from starling.common.files import open_own
 from starling.common.http.server import HttpAddress, HttpServer

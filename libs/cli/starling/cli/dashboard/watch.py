@@ -20,8 +20,8 @@ from starling.cli.dashboard.files.record import RunRecord
 from starling.cli.dashboard.files.samples import SampleIndex
 from starling.cli.run.attempt import Attempt, attempts_in
 from starling.cli.runs.feed import ControllerFeed
-from starling.cli.runs.lines import decode
-from starling.cli.runs.state import state_of
+from starling.cli.runs.files.lines import decode
+from starling.cli.runs.files.state import state_of
 from starling.common.errors import StarlingError
 from starling.common.wire.telemetry import RunSnapshot
 

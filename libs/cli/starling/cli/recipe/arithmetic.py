@@ -18,7 +18,7 @@ from starling.common.errors import ConfigError, WeightsError
 from starling.common.ids import TrainerKind
 from starling.common.secret_settings import without_passwords
 from starling.common.wire.messages import ModelLimits
-from starling.controller.core.groups.recording import replay_problem
+from starling.controller.core.groups.validation.recording import replay_problem
 from starling.policy.settings.optimizer import OptimizerSettings
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -229,7 +229,7 @@ def _print_recipe(recipe: Recipe) -> int:
     from starling.cli.recipe.schema import to_shown_toml
     from starling.common.importing import without_modules
     from starling.common.net.binding import check_address
-    from starling.controller.core.groups.recording import truncation_notice
+    from starling.controller.core.groups.validation.recording import truncation_notice
 
     check_address(recipe.network.host, recipe.network.port)
     # transformers imports it for its quantisers; it takes time, and warns

@@ -10,12 +10,12 @@ from rich.text import Text
 
 from starling.cli.console import Console
 from starling.cli.run.screen import duration, short_path
-from starling.cli.runs.figures import compared_plots
-from starling.cli.runs.history import History, check_different, read_history
-from starling.cli.runs.metrics import EVALUATION_PLOT, STEP_PLOTS
-from starling.cli.runs.page import document, element, figure_text, legend, moment, section, table, write_page
-from starling.cli.runs.settings import ABSENT, differing_settings, settings_of
-from starling.cli.runs.state import state_of
+from starling.cli.runs.files.history import History, check_different, read_history
+from starling.cli.runs.files.metrics import EVALUATION_PLOT, STEP_PLOTS
+from starling.cli.runs.files.settings import ABSENT, differing_settings, settings_of
+from starling.cli.runs.files.state import state_of
+from starling.cli.runs.pages.figures import compared_plots
+from starling.cli.runs.pages.page import document, element, figure_text, legend, moment, section, table, write_page
 from starling.common.errors import ConfigError
 
 MAX_RUNS = 8

@@ -15,12 +15,12 @@ from rich.text import Text
 from starling.cli.console import Console
 from starling.cli.run.attempt import Attempt, attempts_in, newest_attempt
 from starling.cli.run.screen import duration
-from starling.cli.runs.curves import NUM_LAST
-from starling.cli.runs.lines import decode, number, read_backwards, step_of, time_of
-from starling.cli.runs.metrics import EVALUATION, REWARD
-from starling.cli.runs.page import figure_text, moment
-from starling.cli.runs.settings import settings_of
-from starling.cli.runs.state import state_of
+from starling.cli.runs.files.curves import NUM_LAST
+from starling.cli.runs.files.lines import decode, number, read_backwards, step_of, time_of
+from starling.cli.runs.files.metrics import EVALUATION, REWARD
+from starling.cli.runs.files.settings import settings_of
+from starling.cli.runs.files.state import state_of
+from starling.cli.runs.pages.page import figure_text, moment
 from starling.common.errors import ConfigError
 from starling.common.files import read_lines
 

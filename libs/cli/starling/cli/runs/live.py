@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from starling.cli.run.attempt import Attempt
 from starling.cli.runs.feed import ControllerFeed, Telemetry
-from starling.cli.runs.lines import decode, read_backwards, step_of, time_of
-from starling.cli.runs.metrics import EVALUATION_PLOT, STEP_PLOTS, Metric
-from starling.cli.runs.state import RunState, state_of
+from starling.cli.runs.files.lines import decode, read_backwards, step_of, time_of
+from starling.cli.runs.files.metrics import EVALUATION_PLOT, STEP_PLOTS, Metric
+from starling.cli.runs.files.state import RunState, state_of
 from starling.common.errors import ConfigError
 from starling.common.files import read_lines
 from starling.common.wire.telemetry import RunSnapshot

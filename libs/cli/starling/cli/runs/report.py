@@ -11,15 +11,15 @@ from typing import Any, Final
 from starling.cli.report.statistics import Sample
 from starling.cli.run.attempt import Attempt
 from starling.cli.run.screen import duration, short_path
-from starling.cli.runs.events import Events, FirstAndLast, event_text
-from starling.cli.runs.figures import run_plots
-from starling.cli.runs.history import History, read_history
-from starling.cli.runs.lines import number, read_objects, text_of
+from starling.cli.runs.files.events import Events, FirstAndLast, event_text
+from starling.cli.runs.files.history import History, read_history
+from starling.cli.runs.files.lines import number, read_objects, text_of
+from starling.cli.runs.files.metrics import ENTROPY, EVALUATION, REWARD, STALENESS, STEP_TIME, THROUGHPUT, named
+from starling.cli.runs.files.settings import changed_settings
+from starling.cli.runs.files.state import RunState, state_of
 from starling.cli.runs.listing import recipe_text
-from starling.cli.runs.metrics import ENTROPY, EVALUATION, REWARD, STALENESS, STEP_TIME, THROUGHPUT, named
-from starling.cli.runs.page import document, element, escape, figure_text, moment, section, table, write_page
-from starling.cli.runs.settings import changed_settings
-from starling.cli.runs.state import RunState, state_of
+from starling.cli.runs.pages.figures import run_plots
+from starling.cli.runs.pages.page import document, element, escape, figure_text, moment, section, table, write_page
 from starling.common.counts import counted
 from starling.controller.shell.outputs.samples import OLD_SAMPLES, SAMPLES
 

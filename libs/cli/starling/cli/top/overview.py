@@ -8,11 +8,11 @@ from typing import Final
 from rich.text import Text
 
 from starling.cli.run.screen import Pace, duration, evaluation_text, recent_mean
-from starling.cli.runs.events import event_text
-from starling.cli.runs.lines import number, text_of, time_of
+from starling.cli.runs.files.events import event_text
+from starling.cli.runs.files.lines import number, text_of, time_of
+from starling.cli.runs.files.metrics import EVALUATION, REWARD, STALENESS, STEP_PLOTS, STEP_TIME, THROUGHPUT
 from starling.cli.runs.live import SILENT_S, LiveRun
-from starling.cli.runs.metrics import EVALUATION, REWARD, STALENESS, STEP_PLOTS, STEP_TIME, THROUGHPUT
-from starling.cli.runs.page import figure_text, moment
+from starling.cli.runs.pages.page import figure_text, moment
 from starling.cli.top.plot import MIN_HEIGHT, MIN_WIDTH, Line, beside, plot
 from starling.cli.top.tables import pull_text
 from starling.common.counts import counted

@@ -9,7 +9,7 @@ from typing import Final
 
 from rich.text import Text
 
-from starling.cli.runs.page import figure_text
+from starling.cli.runs.pages.page import figure_text
 
 DOTS: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of the dots of a Braille character, by row and column."""

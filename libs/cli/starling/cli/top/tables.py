@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from starling.cli.runs.events import event_text
-from starling.cli.runs.lines import number, text_of, time_of
-from starling.cli.runs.page import figure_text, moment
+from starling.cli.runs.files.events import event_text
+from starling.cli.runs.files.lines import number, text_of, time_of
+from starling.cli.runs.pages.page import figure_text, moment
 from starling.common.observe.terminal import one_line, printable
 from starling.common.wire.telemetry import ReplicaView, RunSnapshot
 

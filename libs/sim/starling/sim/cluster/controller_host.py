@@ -31,7 +31,7 @@ from starling.controller.core.events import (
 )
 from starling.controller.core.machine import Controller
 from starling.controller.core.recovery import restore
-from starling.controller.core.replicas.desired import DesiredReplicas
+from starling.controller.core.replicas.scaling.desired import DesiredReplicas
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.sim.checks.autoscaling import AutoscaleChecks
 from starling.sim.checks.guarantees import Guarantees

@@ -13,7 +13,7 @@ from typing import Final
 from starling.cli.launch.interface import Ended, Placement
 from starling.cli.run.replicas import Replica, missing, unneeded
 from starling.cli.run.restarts import Restarts
-from starling.controller.core.replicas.desired import DesiredReplicas
+from starling.controller.core.replicas.scaling.desired import DesiredReplicas
 from starling.sim.environment.clock import SimulatedClock
 from starling.sim.replicas.replica import SimulatedReplica
 from starling.sim.scenario.faults import Faults

@@ -14,8 +14,8 @@ from starling.common.wire.messages import LeaseProgress
 from starling.controller.core.groups.group import GONE, GroupState
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.replicas.desired import named
 from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.scaling.desired import named
 from starling.controller.core.state import ControllerState
 from starling.controller.core.weights.versions import is_publication_due
 

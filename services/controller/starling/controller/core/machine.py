@@ -75,7 +75,7 @@ from starling.controller.core.replicas.joining import on_checkpoint_read, on_hel
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.reclaim import reclaim
-from starling.controller.core.replicas.scaling import autoscale, drain_surplus
+from starling.controller.core.replicas.scaling.scaling import autoscale, drain_surplus
 from starling.controller.core.replicas.switching import evict_awake, on_switched, switch_devices
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.core.training.dispatch import commit, evict_silent, save, train

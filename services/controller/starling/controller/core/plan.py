@@ -12,9 +12,9 @@ from starling.common.ids import LeaseKind, Purpose, Role
 from starling.common.kinds import RL, RunKind, kind_of
 from starling.common.wire.messages import Sampling, Welcome
 from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
-from starling.controller.core.groups.limits import GroupLimits
-from starling.controller.core.groups.scores import TrainedScorer, is_drawn
-from starling.controller.core.replicas.autoscale import AutoscaleRule
+from starling.controller.core.groups.validation.limits import GroupLimits
+from starling.controller.core.groups.validation.scores import TrainedScorer, is_drawn
+from starling.controller.core.replicas.scaling.autoscale import AutoscaleRule
 from starling.weightsync.offers.offer import TransportChoice
 
 MAX_DISCARDED_STEPS = 3

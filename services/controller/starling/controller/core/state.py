@@ -16,7 +16,7 @@ from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.evaluation import Evaluations
 from starling.controller.core.events import Buffers, Command, Note, Prompts, Send, Write
 from starling.controller.core.groups.group import Group, Groups
-from starling.controller.core.groups.limits import MAX_TIED, GroupLimits
+from starling.controller.core.groups.validation.limits import MAX_TIED, GroupLimits
 from starling.controller.core.lifecycle.profiles import Profiles
 from starling.controller.core.lifecycle.stages import Lifecycle
 from starling.controller.core.plan import RunPlan

@@ -29,7 +29,7 @@ from starling.common.errors import ConfigError
 from starling.common.files import open_regular
 from starling.common.ranges import MAX_TEMPERATURE, MAX_WHOLE, MIN_TEMPERATURE
 from starling.common.wire.messages import Prompt
-from starling.controller.core.groups.validation import InvalidResultError, check_stored
+from starling.controller.core.groups.validation.validation import InvalidResultError, check_stored
 from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored, StoredGroup
 from starling.weightsync.plan.layout import UNDECODABLE
 

@@ -48,7 +48,7 @@ from starling.controller.core.events import (
     Ticked,
 )
 from starling.controller.core.groups.arrival import received
-from starling.controller.core.groups.recording import truncation_notice
+from starling.controller.core.groups.validation.recording import truncation_notice
 from starling.controller.core.lifecycle.stages import Lifecycle
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan

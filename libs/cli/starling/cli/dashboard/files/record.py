@@ -9,9 +9,9 @@ from typing import Any, Final
 import msgspec
 
 from starling.cli.dashboard.files.series import Series
-from starling.cli.runs.events import FAILURES, LISTED, Events
-from starling.cli.runs.lines import MAX_MAGNITUDE, number, step_of, text_of, time_of
-from starling.cli.runs.metrics import EVALUATION_PLOT, STEP_PLOTS, Plot
+from starling.cli.runs.files.events import FAILURES, LISTED, Events
+from starling.cli.runs.files.lines import MAX_MAGNITUDE, number, step_of, text_of, time_of
+from starling.cli.runs.files.metrics import EVALUATION_PLOT, STEP_PLOTS, Plot
 
 MAX_NAMES: Final = 400
 """Fields of steps, and of evaluations, that have a series."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from starling.cli.dashboard.files.follow import Follower
-from starling.cli.runs.lines import decode, number, step_of, text_of
+from starling.cli.runs.files.lines import decode, number, step_of, text_of
 from starling.common.files import MAX_LINE_BYTES, open_own
 from starling.controller.shell.outputs.samples import OLD_SAMPLES, SAMPLES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starling.common.wire.messages import GroupGenerated, TokensScored, Up
 from starling.controller.core.events import Buffers, Received
-from starling.controller.core.groups.validation import contents_problem
+from starling.controller.core.groups.validation.validation import contents_problem
 from starling.controller.core.replicas.reclaim import would_be_taken
 from starling.controller.core.state import ControllerState
 

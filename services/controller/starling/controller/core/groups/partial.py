@@ -8,7 +8,11 @@ from typing import Final
 
 from starling.common.wire.messages import TRAINABLE_STATUSES, ModelLimits, PartialCompletionMeta, TensorMeta
 from starling.controller.core.events import Buffers
-from starling.controller.core.groups.validation import InvalidResultError, UnusableResultError, check_partial_tensors
+from starling.controller.core.groups.validation.validation import (
+    InvalidResultError,
+    UnusableResultError,
+    check_partial_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True)

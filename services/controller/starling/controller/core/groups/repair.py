@@ -13,7 +13,7 @@ from starling.common.wire.tensors import TEACHER_TENSORS
 from starling.controller.core.groups.group import Group, GroupState
 from starling.controller.core.groups.partial import PartialCompletions
 from starling.controller.core.groups.results import check_partial_recorded, check_recorded, retry
-from starling.controller.core.groups.validation import InvalidResultError, check_stored, check_teacher_names
+from starling.controller.core.groups.validation.validation import InvalidResultError, check_stored, check_teacher_names
 from starling.controller.core.records import GroupRequeued, StepReopened
 from starling.controller.core.replicas.assignments import revoke
 from starling.controller.core.state import ControllerState

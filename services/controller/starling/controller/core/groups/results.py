@@ -27,10 +27,10 @@ from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.admission import newest_allowed, num_completions
 from starling.controller.core.groups.group import Group, Groups, GroupState
-from starling.controller.core.groups.limits import MAX_TIED
 from starling.controller.core.groups.partial import parse_partial
-from starling.controller.core.groups.scores import are_equal
-from starling.controller.core.groups.validation import (
+from starling.controller.core.groups.validation.limits import MAX_TIED
+from starling.controller.core.groups.validation.scores import are_equal
+from starling.controller.core.groups.validation.validation import (
     InvalidResultError,
     UnusableResultError,
     check_contents,

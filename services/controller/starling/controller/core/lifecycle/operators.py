@@ -11,11 +11,11 @@ from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import request_evaluation
 from starling.controller.core.explain import explain, status, waiting, why
-from starling.controller.core.groups.recording import recording_problem, replay_problem
+from starling.controller.core.groups.validation.recording import recording_problem, replay_problem
 from starling.controller.core.lifecycle.profiling import request_profile
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import CheckpointRequested, SettingChanged, StopAsked
-from starling.controller.core.replicas.scaling import drain_replica, scale
+from starling.controller.core.replicas.scaling.scaling import drain_replica, scale
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dynamic_settings import DYNAMIC, check
 

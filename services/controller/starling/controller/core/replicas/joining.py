@@ -9,7 +9,7 @@ from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
-from starling.controller.core.groups.recording import replay_problem
+from starling.controller.core.groups.validation.recording import replay_problem
 from starling.controller.core.records import CheckpointLoaded, MemberJoined
 from starling.controller.core.replicas.departure import depart, evict, refuse
 from starling.controller.core.replicas.membership import LAYOUT_BYTES_PER_HELLO, LAYOUT_PARTS_PER_HELLO, Member

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import ReplicasSummary
-from starling.controller.core.replicas.autoscale import AutoscaleWindow
-from starling.controller.core.replicas.desired import DesiredReplicas
 from starling.controller.core.replicas.leases import Leases
 from starling.controller.core.replicas.membership import MAX_INVALID, Member, Membership
 from starling.controller.core.replicas.routing.estimates import LengthEstimates
 from starling.controller.core.replicas.routing.slots import SlotIndex
+from starling.controller.core.replicas.scaling.autoscale import AutoscaleWindow
+from starling.controller.core.replicas.scaling.desired import DesiredReplicas
 from starling.controller.core.replicas.time_sharing import TimeSharing
 
 

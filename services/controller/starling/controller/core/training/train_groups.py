@@ -20,7 +20,7 @@ from starling.common.wire.tensors import (
 )
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.group import Group
-from starling.controller.core.groups.scores import TrainedScorer, scores_of
+from starling.controller.core.groups.validation.scores import TrainedScorer, scores_of
 
 FURTHER_BYTES: Final = 1 << 20
 """Of a message with a step, besides its groups: its settings, and the layouts' names."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from starling.cli.runs.history import History, MetricCurves
-from starling.cli.runs.metrics import EVALUATION_PLOT, STEP_PLOTS, Metric, Plot
-from starling.cli.runs.page import NUM_COLOURS, escape, legend
-from starling.cli.runs.svg import Series, plot
+from starling.cli.runs.files.history import History, MetricCurves
+from starling.cli.runs.files.metrics import EVALUATION_PLOT, STEP_PLOTS, Metric, Plot
+from starling.cli.runs.pages.page import NUM_COLOURS, escape, legend
+from starling.cli.runs.pages.svg import Series, plot
 
 MINUTES_FROM_S: Final = 600.0
 HOURS_FROM_S: Final = 4 * 3600.0

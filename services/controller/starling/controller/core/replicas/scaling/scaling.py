@@ -17,11 +17,18 @@ from starling.controller.core.dirty import Dirty
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import ReplicasScaled
-from starling.controller.core.replicas.autoscale import RolloutLoad
 from starling.controller.core.replicas.departure import evict
-from starling.controller.core.replicas.desired import Draining, check_count, check_role, named, scaled_text, surplus
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
+from starling.controller.core.replicas.scaling.autoscale import RolloutLoad
+from starling.controller.core.replicas.scaling.desired import (
+    Draining,
+    check_count,
+    check_role,
+    named,
+    scaled_text,
+    surplus,
+)
 from starling.controller.core.state import ControllerState
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from starling.cli.report.statistics import Sample
-from starling.cli.runs.lines import number, text_of
+from starling.cli.runs.files.lines import number, text_of
 
 MAX_REPLICAS: Final = 256
 MAX_REASONS: Final = 64

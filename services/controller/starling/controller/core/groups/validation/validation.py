@@ -51,8 +51,8 @@ from starling.common.wire.tensors import (
     TensorForm,
 )
 from starling.controller.core.events import ContentsProblem, Received
-from starling.controller.core.groups.limits import UNLIMITED, GroupLimits
-from starling.controller.core.groups.scores import TrainedScorer
+from starling.controller.core.groups.validation.limits import UNLIMITED, GroupLimits
+from starling.controller.core.groups.validation.scores import TrainedScorer
 
 Array = npt.NDArray[Any]
 Buffers = Sequence[bytes]

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from starling.cli.run.attempt import Attempt, attempts_in
-from starling.cli.runs.curves import Curve, Span
-from starling.cli.runs.events import Events
-from starling.cli.runs.lines import MAX_STEPS, read_heads, read_objects, step_of, time_of
-from starling.cli.runs.metrics import EVALUATION_PLOT, STEP_PLOTS, Metric
+from starling.cli.runs.files.curves import Curve, Span
+from starling.cli.runs.files.events import Events
+from starling.cli.runs.files.lines import MAX_STEPS, read_heads, read_objects, step_of, time_of
+from starling.cli.runs.files.metrics import EVALUATION_PLOT, STEP_PLOTS, Metric
 from starling.common.errors import ConfigError
 
 NUM_ROWS: Final = 24

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from starling.cli.runs.lines import number
+from starling.cli.runs.files.lines import number
 
 Read = Callable[[Mapping[str, Any]], float | None]
 

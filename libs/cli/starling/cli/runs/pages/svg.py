@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from starling.cli.runs.curves import Column, smoothed
-from starling.cli.runs.page import escape
+from starling.cli.runs.files.curves import Column, smoothed
+from starling.cli.runs.pages.page import escape
 
 WIDTH: Final = 560
 HEIGHT: Final = 240

@@ -1,0 +1,1 @@
+"""HTML pages without scripts: texts, tables, and plots as SVG."""
