@@ -8,7 +8,7 @@ from starling.common.observe.tracing.exporter import SpanRecord
 from starling.common.observe.tracing.ids import trace_id
 from starling.common.observe.tracing.traces import GroupTraces
 from starling.common.wire import messages as wire
-from starling.controller.shell.run_traces import RunTraces
+from starling.controller.shell.run_traces import MAX_GROUPS, RunTraces
 from starling.policy.shell.step_traces import StepTraces
 
 RUN = "run-1"
@@ -182,6 +182,15 @@ def test_group_that_no_version_adopts_ends_with_the_run() -> None:
     processes.controller.close()
     assert processes.tree(0) == {"": ["group"], "group": ["generate"]}
     assert processes.tree(1) == {"": ["group"], "group": ["generate", "score", "step", "wait in the buffer"]}
+
+
+def test_number_of_followed_groups_is_bounded_in_a_run_without_rollouts() -> None:
+    """As when trajectories of an earlier run are replayed: nothing adopts a version, so that no group ends."""
+    processes = Processes()
+    for step in range(1, 6):
+        processes.train(step, range(step * 4096, (step + 1) * 4096))
+    processes.controller.close()
+    assert sum(one.name == "group" for one in processes.records) == MAX_GROUPS
 
 
 def test_nothing_is_recorded_of_groups_that_are_not_sampled_or_evaluated() -> None:

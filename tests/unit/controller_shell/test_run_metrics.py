@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from recorded_run import PLAN
+
 from starling.common.observe.metrics import render
 from starling.controller.core.events import Write
 from starling.controller.core.lifecycle.stages import Lifecycle, RunStage
 from starling.controller.core.records import GroupsOpened
+from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.shell.journal.commit_queue import CommitQueue
 from starling.controller.shell.journal.journal import Journal
 from starling.controller.shell.metrics.families import FAMILIES
 from starling.controller.shell.metrics.notes import RunNotes, left_reason
+from starling.controller.shell.metrics.run_metrics import MAX_UNSPREAD, RunMetrics
 
 STEP = {
     "step": 3,
@@ -111,3 +115,14 @@ def test_commit_queue_measures_how_long_records_wait(tmp_path: Path) -> None:
     queue.flush()
     assert len(lags) == 1, "an empty commit is no measurement"
     journal.close()
+
+
+def test_adoptions_are_counted_of_the_newest_publications_only(tmp_path: Path) -> None:
+    """A long run has any number of versions, and replicas adopt some of them late."""
+    metrics = RunMetrics(tmp_path / "journal", {}, {}, 1)
+    state = ControllerState(PLAN, RunPrompts(None, None, ()), 1)
+    for version in range(4 * MAX_UNSPREAD):
+        metrics.add("published", {"version": version}, state)
+        for adopted in (version, max(0, version - 2 * MAX_UNSPREAD)):
+            metrics.add("adopted", {"version": adopted, "replica": "rollout-0", "pull_s": 0.1}, state)
+    assert len(metrics._num_adopted) <= MAX_UNSPREAD

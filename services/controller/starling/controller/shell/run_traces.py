@@ -54,10 +54,8 @@ class RunTraces:
         match message:
             case wire.GenerateGroup(purpose="train", lease=lease, prompt=prompt):
                 if trace := self._traces.trace(prompt.id):
-                    self._groups.setdefault(trace, _TracedGroup(prompt.id, time.time_ns()))
+                    self._follow(trace, prompt.id, time.time_ns())
                     self._leased(lease, peer, trace)
-                    if len(self._groups) > MAX_GROUPS:
-                        self._groups.popitem(last=False)
             case wire.ScoreGroup(lease=lease, prompt=prompt):
                 self._leased_if_known(lease, peer, prompt.id)
             case wire.ScoreTokens(lease=lease, prompt_id=prompt_id):
@@ -88,6 +86,13 @@ class RunTraces:
             case wire.LeaseFailed(lease=lease) if self._adopting.get(lease, ("", 0, 0))[0] == sender:
                 del self._adopting[lease]
 
+    def _follow(self, trace: int, prompt: str, begun_ns: int) -> _TracedGroup:
+        """Return the group of `trace`; if it is not followed yet, it began at `begun_ns`."""
+        group = self._groups.setdefault(trace, _TracedGroup(prompt, begun_ns))
+        if len(self._groups) > MAX_GROUPS:
+            self._groups.popitem(last=False)
+        return group
+
     def _leased_if_known(self, lease: str, peer: str, prompt: str) -> None:
         trace = self._traces.trace(prompt)
         if trace in self._groups:
@@ -108,8 +113,8 @@ class RunTraces:
             if not trace:
                 continue
             traced.append(trace)
-            # A restarted controller does not know when a group began.
-            group = self._groups.setdefault(trace, _TracedGroup(prompt, now_ns))
+            # No rollout was sent it by this controller, as after a restart, or in a run that replays trajectories.
+            group = self._follow(trace, prompt, now_ns)
             if group.ready_ns:
                 self._traces.add(trace, "wait", "wait in the buffer", group.ready_ns, now_ns, version=step)
         self._steps[step] = tuple(traced)

@@ -52,7 +52,7 @@ def on_heartbeat(state: ControllerState, member: Member, message: wire.Heartbeat
         membership.awaited.discard(member.name)
         state.dirty = Dirty.ALL
     draining = state.replicas.desired.draining.get(member.name)
-    if draining is not None and draining.told_at is not None:
+    if draining is not None and draining.ordered_at is not None:
         state.outbox.send(member.name, wire.Drain(reason=draining.reason))
     if state.lifecycle.stage is DRAINING:
         state.outbox.send(member.name, wire.Drain(reason=state.lifecycle.reason))

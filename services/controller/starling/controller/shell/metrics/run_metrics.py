@@ -38,6 +38,7 @@ class RunMetrics:
         self._published_at: dict[int, float] = {}
         """When each version was published that some rollout does not hold yet, in monotonic seconds."""
         self._num_adopted: Counter[int] = Counter()
+        """Adoptions of each of these versions."""
 
     def add(self, kind: str, fields: Mapping[str, Any], state: ControllerState) -> None:
         """Add a note that was just made."""
@@ -45,8 +46,9 @@ class RunMetrics:
         if kind == "published" and isinstance(version := fields.get("version"), int):
             self._published_at[version] = time.monotonic()
             if len(self._published_at) > MAX_UNSPREAD:
-                del self._published_at[next(iter(self._published_at))]
-        elif kind == "adopted" and isinstance(version := fields.get("version"), int):
+                oldest = next(iter(self._published_at))
+                del self._published_at[oldest], self._num_adopted[oldest]
+        elif kind == "adopted" and (version := fields.get("version")) in self._published_at:
             self._num_adopted[version] += 1
             if self._num_adopted[version] >= state.replicas.membership.num("rollout"):  # not at each of thousands
                 self._note_spread(state)

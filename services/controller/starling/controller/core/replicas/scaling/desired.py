@@ -23,13 +23,13 @@ SCALED_ROLES: Final[tuple[Role, ...]] = ("rollout", "policy", "reward", "teacher
 
 @dataclass(slots=True)
 class Draining:
-    """A replica that is being drained: it gets no more work, and is told to leave when it has none."""
+    """A replica that is being drained: it gets no more work, and is ordered to leave when it has none."""
 
     reason: str
     deadline: float
-    """When it is told to leave although it has work, which others then get."""
-    told_at: float | None = None
-    """When it was told to leave; None as long as it finishes its work."""
+    """When it is ordered to leave although it has work, which others then get."""
+    ordered_at: float | None = None
+    """When it was ordered to leave; None as long as it finishes its work."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Scaling: desired numbers of replicas are set, and surplus replicas are drained.
 
-    staying --surplus, or chosen by an operator--> finishing --no work left, or its time is over--> told --Leave--> gone
+    staying --surplus, or chosen by an operator--> finishing --no work left, or time is over--> leaving --Leave--> gone
 
 A replica that finishes gets no further groups and no further step; it keeps what it has. A rollout, a reward or a
 teacher is told to leave when it has no groups left, or after `controller.drain_s`: a rollout then gives back what it
@@ -88,7 +88,7 @@ def drain_surplus(state: ControllerState) -> None:
             if _may_go(state, member):
                 _begin(state, member, f"{named(num, role)} {'is' if num == 1 else 'are'} desired")
     for name in list(desired.draining):
-        _go_on(state, membership.members[name], desired.draining[name])
+        _continue_draining(state, membership.members[name], desired.draining[name])
 
 
 def autoscale(state: ControllerState) -> None:
@@ -204,14 +204,14 @@ def _begin(state: ControllerState, member: Member, reason: str) -> None:
     state.dirty = Dirty.ALL
 
 
-def _go_on(state: ControllerState, member: Member, draining: Draining) -> None:
-    """Tell a replica to leave that has finished, or whose time is over; evict one that was told, and stays."""
-    if draining.told_at is not None:
+def _continue_draining(state: ControllerState, member: Member, draining: Draining) -> None:
+    """Order a replica to leave that has finished, or whose time is over; evict one that does not follow the order."""
+    if draining.ordered_at is not None:
         limit_s = state.plan.drain_s + state.plan.lease_s
-        if state.now - draining.told_at > limit_s:
+        if state.now - draining.ordered_at > limit_s:
             evict(state, member, f"{member.name} was told to leave, and did not within {limit_s:g} s")
     elif _has_finished(state, member, draining):
-        draining.told_at = state.now
+        draining.ordered_at = state.now
         state.outbox.send(member.name, wire.Drain(reason=draining.reason))
 
 
