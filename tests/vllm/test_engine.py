@@ -31,6 +31,7 @@ from starling.common.errors import WeightsError
 from starling.rollout.engine.base import EngineLostError, GroupFailed, GroupRequest, RequestError
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
+from starling.rollout.shell.metrics import RolloutMetrics
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,51 @@ def test_groups_beyond_max_rows_wait(running: EngineDriver) -> None:
     assert running.engine.num_waiting >= 12 - 5
     assert all(len(result.completions) == 4 for result in running.finish(*leases))
     assert (running.engine.num_running, running.engine.num_waiting) == (0, 0)
+
+
+def test_scheduler_reports_its_share_of_the_kv_cache(running: EngineDriver) -> None:
+    engine = running.engine
+    assert isinstance(engine, VllmEngine)
+    assert engine.kv_cache_ratio == 0
+    metrics = RolloutMetrics(time.monotonic())
+    leases = [f"group {number}" for number in range(3)]
+    for lease in leases:
+        engine.add(request(lease, [1, 2, 3], 16, max_tokens=CONTEXT - 10))
+    end = time.monotonic() + DEADLINE_S
+    while engine.scheduler_load.num_running < 16:
+        assert time.monotonic() < end
+        running.step(0.01)
+    engine.pause()
+    config = engine._llm_thread._llm.vllm_config.cache_config
+    # Each of the 16 completions holds one block, or two when it is long; one block of vLLM's is never used.
+    num_held = engine.kv_cache_ratio * (config.num_gpu_blocks - 1)
+    assert num_held == pytest.approx(round(num_held))
+    assert 16 <= round(num_held) <= 16 * -(-CONTEXT // config.block_size)
+    samples = metrics.samples(engine, 0)
+    assert samples["starling_rollout_kv_cache_ratio", ()] == engine.kv_cache_ratio
+    requests = [samples["starling_rollout_scheduled_requests", (("state", state),)] for state in ("running", "waiting")]
+    assert requests == [16, 0]
+    engine.resume()
+    running.finish(leases[0])
+    for lease in leases[1:]:  # vLLM reports nothing about requests that are aborted
+        engine.cancel(lease)
+    assert engine.kv_cache_ratio == 0
+
+
+def test_tokens_of_the_prefix_cache_are_counted(running: EngineDriver) -> None:
+    engine = running.engine
+    assert isinstance(engine, VllmEngine)
+    prompt, before = random_prompt(200, 77), engine.prefix_cache_tokens
+    running.generate(prompt)
+    running.generate(prompt)
+    queried, hits = (after - was for was, after in zip(before, engine.prefix_cache_tokens, strict=True))
+    block_size = engine._llm_thread._llm.vllm_config.cache_config.block_size
+    assert (queried, hits) == (400, 200 // block_size * block_size)
+    metrics = RolloutMetrics(time.monotonic())
+    metrics.note_lost(engine)  # counters of the service go on with the next engine
+    samples = metrics.samples(engine, 0)
+    assert samples["starling_rollout_prefix_cache_queried_tokens_total", ()] == 2 * engine.prefix_cache_tokens[0]
+    assert samples["starling_rollout_prefix_cache_hit_tokens_total", ()] == 2 * engine.prefix_cache_tokens[1]
 
 
 def test_request_aborted_by_vllm_fails_its_group(running: EngineDriver) -> None:

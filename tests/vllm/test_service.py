@@ -200,9 +200,11 @@ def test_disconnected_client_cancels_its_request(served: Service, client: openai
     ) as stream:
         next(iter(stream))
     # Without the cancellation it would outlast the other stream, which would never run alone.
-    served.hub.heartbeat(NAME, lambda status: status.gauges.get("rows") == 1.0)
+    alone = served.hub.heartbeat(NAME, lambda status: status.gauges.get("rows") == 1.0)
+    assert 0 < alone.gauges["kv_cache_share"] < 1
     beside.end()
-    served.hub.heartbeat(NAME, lambda status: status.gauges.get("rows") == 0.0)
+    idle = served.hub.heartbeat(NAME, lambda status: status.gauges.get("rows") == 0.0)
+    assert idle.gauges["kv_cache_share"] == 0
 
 
 def test_tool_calls_are_parsed(served: Service, client: openai.OpenAI) -> None:

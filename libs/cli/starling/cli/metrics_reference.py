@@ -26,7 +26,7 @@ where; [how to collect them](../how-to/deploy/monitoring.md), with alerts and a 
 |---|---|
 | controller, policy, rollout, teacher, reward | `GET /metrics` at `observe.http`, by `observe.token_file` |
 | reward with `reward.http.enabled` | also that of [its HTTP front end](../how-to/reward-service.md), with its token |
-| vLLM in a rollout | none: it runs without its server, and its statistics are off (`disable_log_stats`) |
+| vLLM in a rollout | none; figures of its scheduler are the rollout's, from `starling_rollout_kv_cache_ratio` on |
 
 A *summary* has a sum and a count: `rate(x_sum[30m]) / rate(x_count[30m])` is the mean. Counters begin anew with each
 process. Of each metric at most 512 series are served.

@@ -151,6 +151,7 @@ class ThroughputMeter:
 
     def __init__(self) -> None:
         self._num_tokens, self._measured_at = 0, time.monotonic()
+        self._gauges: dict[str, float] = {}
 
     def reset(self) -> None:
         """Start at 0 tokens for a new engine."""
@@ -162,8 +163,15 @@ class ThroughputMeter:
         if elapsed < MEASURE_INTERVAL_S:
             return None
         self._num_tokens, self._measured_at = engine.num_tokens, now
-        if not num_tokens and not engine.num_running:  # an idle engine keeps its last throughput
+        gauges = {"rows": float(engine.num_running)}
+        if num_tokens or engine.num_running:
+            gauges["tokens_per_s"] = num_tokens / elapsed
+        elif "tokens_per_s" in self._gauges:  # an idle engine keeps its last throughput
+            gauges["tokens_per_s"] = self._gauges["tokens_per_s"]
+        else:  # and has none before its first tokens
             return None
         used = getattr(engine, "kv_cache_ratio", None)
-        cache = {} if used is None else {"kv_cache_share": used}
-        return {"tokens_per_s": num_tokens / elapsed, "rows": engine.num_running, **cache}
+        if used is not None:
+            gauges["kv_cache_share"] = used
+        before, self._gauges = self._gauges, gauges
+        return None if gauges == before else gauges

@@ -26,6 +26,18 @@ FAMILIES: Final = (
         "gauge",
         "Share of the KV cache that is in use, where the engine tells it and has a limit.",
     ),
+    Family(
+        "starling_rollout_scheduled_requests",
+        "gauge",
+        "Requests of vLLM's scheduler that run, or wait, also because it preempted them for lack of KV cache.",
+        ("state",),
+    ),
+    Family(
+        "starling_rollout_prefix_cache_queried_tokens_total",
+        "counter",
+        "Prompt tokens that vLLM has looked up in its prefix cache.",
+    ),
+    Family("starling_rollout_prefix_cache_hit_tokens_total", "counter", "Of these, the tokens that it has found."),
     Family("starling_rollout_pull_seconds", "summary", "Time of the pulls of weights that succeeded."),
     Family("starling_rollout_pulled_bytes_total", "counter", "Bytes of the versions that were pulled."),
     Family("starling_rollout_pulls_failed_total", "counter", "Pulls of weights that failed."),
@@ -45,7 +57,7 @@ class RolloutMetrics:
         self._noted_at = now
         self._waiting_s = self._pull_s = 0.0
         self._num_pulls = self._num_pulled_bytes = self._num_failed_pulls = self._num_restarts = 0
-        self._num_tokens_before = 0
+        self._num_tokens_before = self._num_queried_before = self._num_hits_before = 0
         """Of engines that were lost."""
         self._groups = {"ok": 0, "failed": 0}
 
@@ -71,6 +83,9 @@ class RolloutMetrics:
         """Note that the engine is lost, and is replaced."""
         self._num_restarts += 1
         self._num_tokens_before += engine.num_tokens
+        queried, hits = getattr(engine, "prefix_cache_tokens", (0, 0))
+        self._num_queried_before += queried
+        self._num_hits_before += hits
 
     def samples(self, engine: Engine, version: int) -> Samples:
         """Return all samples. `version`: of the weights in use."""
@@ -91,6 +106,13 @@ class RolloutMetrics:
         # Only some engines have a cache of their own; it is no part of the protocol that custom engines implement.
         if (used := getattr(engine, "kv_cache_ratio", None)) is not None:
             found["starling_rollout_kv_cache_ratio", ()] = used
+        if (load := getattr(engine, "scheduler_load", None)) is not None:
+            for state, number in (("running", load.num_running), ("waiting", load.num_waiting)):
+                found["starling_rollout_scheduled_requests", (("state", state),)] = number
+        if (tokens := getattr(engine, "prefix_cache_tokens", None)) is not None:
+            queried, hits = tokens
+            found["starling_rollout_prefix_cache_queried_tokens_total", ()] = self._num_queried_before + queried
+            found["starling_rollout_prefix_cache_hit_tokens_total", ()] = self._num_hits_before + hits
         return found
 
 

@@ -23,6 +23,7 @@ from starling.rollout.engine.vllm.experts import ExpertStages
 from starling.rollout.engine.vllm.groups import VllmCompletion, VllmGroup, sampling_arguments
 from starling.rollout.engine.vllm.nodes import EngineNodes
 from starling.rollout.engine.vllm.pull_progress import PullMessageReceiver
+from starling.rollout.engine.vllm.statistics import IDLE, EngineLoad, SchedulerStatistics, stat_logger
 from starling.weightsync.offers.offer import Offer
 from starling.weightsync.plan.layout import Layout, decode_layout, encode, join_ranks
 
@@ -76,6 +77,7 @@ class AsyncLlmThread:
         self.lost_reason = ""
         """Why the engine is lost; empty while it is alive."""
         self.num_tokens = self._num_outputs = 0
+        self.statistics = SchedulerStatistics()
         self._expert_stages: ExpertStages | None = None
         """None until `record_experts`."""
         self.salt = ""
@@ -96,6 +98,11 @@ class AsyncLlmThread:
     def model_config(self) -> Any:
         """vLLM's configuration of the model."""
         return self._llm.model_config
+
+    @property
+    def load(self) -> EngineLoad:
+        """The load of vLLM's scheduler, which reports none after its last requests were aborted."""
+        return self.statistics.load if self._running else IDLE
 
     def encoded(self, offer: Offer) -> bytes:
         """Return an offer as it travels to the workers, which call `WorkerPulls.pull` with it."""
@@ -317,6 +324,7 @@ class AsyncLlmThread:
             executor_class(config),
             not engine_args.disable_log_stats,
             log_requests=engine_args.enable_log_requests,
+            stat_loggers=[stat_logger(self.statistics, replaces_prometheus=engine_args.disable_log_stats)],
         )
         self._lost = self._loop.create_future()
         self._llm.output_handler.add_done_callback(lambda _: self.mark_lost("the engine's process ended"))

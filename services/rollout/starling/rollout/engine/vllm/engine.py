@@ -23,6 +23,7 @@ from starling.rollout.engine.vllm import adapters, launch
 from starling.rollout.engine.vllm.async_llm import AsyncLlmThread
 from starling.rollout.engine.vllm.groups import VllmGroup, check_temperature, num_logprobs
 from starling.rollout.engine.vllm.pull_progress import await_workers
+from starling.rollout.engine.vllm.statistics import EngineLoad
 from starling.weightsync.offers.offer import Offer, joined_root, layout_root
 from starling.weightsync.plan.layout import Layout, encode
 from starling.weightsync.plan.planner import Plan
@@ -83,6 +84,22 @@ class VllmEngine:
     def num_tokens(self) -> int:
         """Tokens sampled since the engine was created."""
         return self._llm_thread.num_tokens
+
+    @property
+    def kv_cache_ratio(self) -> float:
+        """Share of the blocks of the KV cache that are in use."""
+        return self._llm_thread.load.kv_cache_ratio
+
+    @property
+    def scheduler_load(self) -> EngineLoad:
+        """What vLLM's scheduler has in hand."""
+        return self._llm_thread.load
+
+    @property
+    def prefix_cache_tokens(self) -> tuple[int, int]:
+        """Prompt tokens that were looked up in the prefix cache since the engine was created, and those found."""
+        statistics = self._llm_thread.statistics
+        return statistics.num_queried_tokens, statistics.num_hit_tokens
 
     @property
     def max_model_len(self) -> int:
