@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from system_runs import (
     run,
     run_concurrently,
     sentence,
+    starling_command,
 )
 
 pytestmark = pytest.mark.system
@@ -202,3 +205,32 @@ def test_ctrl_c_stops_in_order_at_any_moment(tmp_path: Path) -> None:
 def test_ctrl_c_of_a_terminal_stops_in_order_at_seeded_moments(tmp_path: Path) -> None:
     seeds = range(8)
     run_concurrently(*(partial(at_a_random_moment, tmp_path / str(seed), seed) for seed in seeds))
+
+
+SLOW_SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+shift 2
+"$@"
+code=$?
+sleep {delay_s}
+exit $code
+"""
+"""The command on this machine, whose exit arrives late."""
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_exits_of_replicas_on_other_hosts_may_arrive_late(arrives: bool, tmp_path: Path) -> None:
+    host = {"host": "127.0.0.1", "python": sys.executable, "shared": True}
+    folder = make_workdir(tmp_path / "work", launch={"launcher": "ssh", "hosts": [host]}, rl={"num_steps": 1})
+    ssh = tmp_path / "bin/ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(SLOW_SSH.format(delay_s=7 if arrives else 600))
+    ssh.chmod(0o755)
+    path = {"PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+    with starling_command(folder, "run", "tiny.toml", name="run", environment=path) as command:
+        command.wait_for_output("the run is over; waiting at most")
+        if not arrives:
+            command.interrupt()
+        assert command.wait() == 0, command.transcript()
+        assert "did not exit after the run" not in command.output
+    assert checkpoints(folder) == ["step-1"]

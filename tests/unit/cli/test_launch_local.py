@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from starling.cli.launch.interface import Ended, LaunchSite, Placement
+from starling.cli.launch.interface import Ended, LaunchError, LaunchSite, Placement
 from starling.cli.launch.launchers import LAUNCHERS, make_launcher
+from starling.cli.launch.partly_local import PartlyLocalLauncher
+from starling.cli.launch.ssh import SshLauncher
 from starling.cli.recipe.schema import load_recipe
 from starling.cli.run.attempt import Attempt
 from starling.cli.run.processes import ServiceProcesses
@@ -78,4 +80,19 @@ def test_local_launcher_stops_and_closes(tmp_path: Path) -> None:
         launcher.close()
         assert not site.children.running()
     finally:
+        site.children.kill()
+
+
+def test_run_waits_for_the_slowest_launcher_in_use(tmp_path: Path) -> None:
+    site = site_in(tmp_path, '--launch.hosts=[{ host = "127.0.0.1", shared = true }]')
+    ssh = SshLauncher(site)
+    launcher, local = PartlyLocalLauncher(site, ssh, ["rollout"]), make_launcher("local", site)
+    try:
+        launcher.start(Placement("reward-0", "reward", ("--nonsense",)))
+        assert launcher.leave_s == local.leave_s < ssh.leave_s
+        with pytest.raises(LaunchError, match="rollout-0 needs 1 GPU"):
+            launcher.start(Placement("rollout-0", "rollout", (), num_gpus=1))
+        assert launcher.leave_s == ssh.leave_s
+    finally:
+        launcher.close()
         site.children.kill()

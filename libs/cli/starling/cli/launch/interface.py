@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from starling.common.errors import StarlingError
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 CLOSE_S = 30.0
 """Longest time that `close` may take."""
+EXIT_S: Final = 5.0
+"""How long a process of a replica may take to exit after the run is over: it has given up its work already."""
 
 
 class LaunchError(StarlingError):
@@ -81,6 +83,14 @@ class LaunchSite:
 
 class Launcher(Protocol):
     """Places replicas through an existing engine, tells when they end, and stops them."""
+
+    @property
+    def leave_s(self) -> float:
+        """How long after the end of a run `poll` may take to report the ends of all replicas, which exit by themselves.
+
+        In seconds: the time to exit, and that in which the engine notices the exit and tells it. Replicas that have
+        not ended then are ended by `close`.
+        """
 
     def start(self, placement: Placement) -> None:
         """Start a replica, or start one again that has ended. Raises LaunchError or ConfigError with one sentence."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 
-from starling.cli.launch.interface import Ended, LaunchSite, Placement
+from starling.cli.launch.interface import EXIT_S, Ended, LaunchSite, Placement
 from starling.cli.run.gpus import FreeGpus
 from starling.common.counts import counted
 
@@ -18,6 +18,11 @@ class LocalLauncher:
         self._site = site
         self._gpus = FreeGpus()
         self._placed: set[str] = set()
+
+    @property
+    def leave_s(self) -> float:
+        """The exits of processes of this machine are seen at once."""
+        return EXIT_S
 
     def start(self, placement: Placement) -> None:
         """Start its process. Raises ConfigError when too few GPUs are free."""

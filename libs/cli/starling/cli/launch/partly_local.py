@@ -17,6 +17,11 @@ class PartlyLocalLauncher:
         self._launchers: dict[str, Launcher] = {}
         """Launcher of each replica, by its name."""
 
+    @property
+    def leave_s(self) -> float:
+        """The longest time of those that have placed a replica."""
+        return max((one.leave_s for one in self._launchers.values()), default=self._local.leave_s)
+
     def start(self, placement: Placement) -> None:
         """Start a replica where its role belongs."""
         launcher = self._engine if placement.role in self._roles else self._local

@@ -19,13 +19,15 @@ from typing import Final
 
 from starling.cli.deploy.templates import SERVICE, template
 from starling.cli.launch.commands import Done, RunningCommand, last_line, run
-from starling.cli.launch.interface import CLOSE_S, Ended, LaunchError, LaunchSite, Placement
+from starling.cli.launch.interface import CLOSE_S, EXIT_S, Ended, LaunchError, LaunchSite, Placement
 from starling.cli.launch.joining import join_command, service_command
 from starling.cli.launch.settings import SlurmSettings
 from starling.common.files import write_whole
 
 END_S: Final = 60
 """How long the nodes of a replica may go on after the first of them has ended."""
+JOB_END_S: Final = 30
+"""How long a job may be COMPLETING after its last process: the node's epilog runs, and Slurm's servers talk."""
 LOOK_EVERY_S: Final = 2.0
 """How often squeue is asked. It asks the same server as all other users."""
 FORMAT: Final = "JobID:|,State:|,exit_code:|,Reason:|"
@@ -174,9 +176,16 @@ class SlurmLauncher:
         """Numbers of the jobs that have not ended, by the replica's name."""
         self._asked: RunningCommand | None = None
         self._asked_of: frozenset[str] = frozenset()
+        self._has_nodes = False
+        """Whether some replica has had several nodes."""
         self._ask_at = float("-inf")
         self._cancelling: list[RunningCommand] = []
         self._said = ""
+
+    @property
+    def leave_s(self) -> float:
+        """A job ends when its last node has ended, and is seen when squeue is asked next."""
+        return EXIT_S + (END_S if self._has_nodes else JOB_END_S) + 2 * LOOK_EVERY_S
 
     def start(self, placement: Placement) -> None:
         """Submit the job of a replica. Raises LaunchError when Slurm does not accept it."""
@@ -187,6 +196,7 @@ class SlurmLauncher:
         if done.code != 0 or not number.isdecimal():
             raise LaunchError(f"Slurm does not accept the job of {name}: {last_line(done.errors or done.output)}")
         self._jobs[name] = number
+        self._has_nodes = self._has_nodes or placement.num_nodes > 1
         self._ask_at = 0.0
 
     def _script(self, placement: Placement) -> str:

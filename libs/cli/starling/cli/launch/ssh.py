@@ -19,7 +19,7 @@ from typing import Final
 
 from starling.cli.launch.agent import STOP
 from starling.cli.launch.hosts import HostUse, choose, visible
-from starling.cli.launch.interface import CLOSE_S, Ended, LaunchError, LaunchSite, Placement
+from starling.cli.launch.interface import CLOSE_S, EXIT_S, Ended, LaunchError, LaunchSite, Placement
 from starling.cli.launch.orders import LOOPBACK, agent_order, check_saving
 from starling.cli.run.processes import ServiceProcess
 from starling.common.errors import ConfigError
@@ -70,6 +70,11 @@ class SshLauncher:
         alone = [use.settings.host for use in self._hosts if not use.settings.shared]
         if alone:
             check_saving(site, alone[0], "set shared = true for hosts that have the folder of the run")
+
+    @property
+    def leave_s(self) -> float:
+        """An exit comes over the connection; one that is lost counts as such after `ALIVE_S`."""
+        return EXIT_S + ALIVE_S
 
     def start(self, placement: Placement) -> None:
         """Start the agent of a replica. Raises LaunchError when no host fits."""

@@ -27,7 +27,7 @@ import stat
 import time
 from types import FrameType
 
-from starling.cli.launch.interface import Ended, Launcher, LaunchError, LaunchSite
+from starling.cli.launch.interface import EXIT_S, Ended, Launcher, LaunchError, LaunchSite
 from starling.cli.launch.launchers import make_launcher
 from starling.cli.recipe.schema import MODEL_FOLDER, Recipe
 from starling.cli.run.attempt import OBSERVER, Attempt, iter_metrics
@@ -50,7 +50,6 @@ READ_BYTES_PER_S = 1e6
 """Least speed at which a controller reads an old journal, which was never compacted, and metrics.jsonl."""
 DOES_NOT_LISTEN = "the controller did not listen"
 REMEDY = "raise network.connect_s if the machine is busy or its disk is slow"
-LEAVE_S = 5.0
 REPLACEABLE = ("policy", "rollout", "teacher")
 """Roles whose replicas can replace each other."""
 ENDING = ("draining", "over")
@@ -404,20 +403,28 @@ class Supervisor:
         for child in self.children.running():
             if child.name not in self._joined:  # restarted too late to join: no message would end it
                 child.process.kill()
-        left = self._await_ends(0.0 if self._interrupts else LEAVE_S)
+        left = self._await_ends(0.0 if self._interrupts else self._launcher.leave_s)
         if left and not self._interrupts:
             are = "are" if left[1:] else "is"
             self.screen.say(f"{', '.join(left)} did not exit after the run, and {are} killed")
 
     def _await_ends(self, timeout_s: float) -> list[str]:
-        """Wait until all processes and replicas have ended, at most `timeout_s`. Returns the names of the others."""
-        deadline = time.monotonic() + timeout_s
+        """Wait until all processes and replicas have ended, at most `timeout_s` and until a Ctrl-C.
+
+        Returns the names of the others.
+        """
+        deadline, num_before = time.monotonic() + timeout_s, self._interrupts
+        say_at = time.monotonic() + EXIT_S
         while True:
             self._newly_ended()
             running = {child.name for child in self.children.running()}
             left = [*running, *(one.name for one in self.replicas.placed() if one.name not in running)]
-            if not left or time.monotonic() > deadline:
+            now = time.monotonic()
+            if not left or now > deadline or self._interrupts > num_before:
                 return left
+            if now > say_at:
+                say_at, names = deadline, ", ".join(left)
+                self.screen.say(f"the run is over; waiting at most {deadline - now:.0f} s for {names} to exit")
             time.sleep(0.05)
 
     def _await_writes(self) -> None:

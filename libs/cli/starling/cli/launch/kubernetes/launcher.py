@@ -13,8 +13,8 @@ import time
 from typing import Final
 
 from starling.cli.launch.commands import Done, RunningCommand, last_line, run
-from starling.cli.launch.interface import CLOSE_S, Ended, LaunchError, LaunchSite, Placement
-from starling.cli.launch.kubernetes.manifests import RUN, label_of, manifests, object_name, service_name
+from starling.cli.launch.interface import CLOSE_S, EXIT_S, Ended, LaunchError, LaunchSite, Placement
+from starling.cli.launch.kubernetes.manifests import GRACE_S, RUN, label_of, manifests, object_name, service_name
 from starling.cli.launch.kubernetes.pods import ended, observe
 from starling.cli.launch.settings import KubernetesSettings
 from starling.common.settings import read_toml
@@ -54,6 +54,11 @@ class KubernetesLauncher:
     def _run(self) -> str:
         run_id: str = read_toml(self._site.attempt.config)["run"]["id"]
         return run_id
+
+    @property
+    def leave_s(self) -> float:
+        """A pod that is being deleted, with its Job or by the cluster, has its grace period; kubectl tells it then."""
+        return EXIT_S + GRACE_S + 2 * LOOK_EVERY_S
 
     def start(self, placement: Placement) -> None:
         """Create the Job of a replica, its Secret, and the Service of several nodes.

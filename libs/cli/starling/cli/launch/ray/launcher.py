@@ -16,11 +16,12 @@ import socket
 import time
 from typing import Any, Final
 
-from starling.cli.launch.interface import CLOSE_S, Ended, LaunchError, LaunchSite, Placement
+from starling.cli.launch.interface import CLOSE_S, EXIT_S, Ended, LaunchError, LaunchSite, Placement
 from starling.cli.launch.orders import LOOPBACK, agent_order, check_saving
 from starling.cli.launch.ray.ends import exited, lost
 from starling.cli.launch.ray.needs import ADDRESS, needs, node_flags, shown
 from starling.cli.launch.ray.process import DriverProcess
+from starling.cli.launch.ray.replica import ENDING_S
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.files import open_own
@@ -63,6 +64,11 @@ class RayLauncher:
         check_listens(self._settings.address)
         self._driver: DriverProcess | None = self._connect()
         self._check_reachable(self._await_ready(self._driver))
+
+    @property
+    def leave_s(self) -> float:
+        """The driver gives the nodes of a replica `ENDING_S` after the first of them, and tells the end then."""
+        return EXIT_S + ENDING_S
 
     def start(self, placement: Placement) -> None:
         """Ask for the nodes of a replica; it starts when Ray has them. Raises LaunchError."""
