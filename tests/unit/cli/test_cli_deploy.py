@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ def test_reward_that_joins_needs_its_key_alone(tmp_path: Path) -> None:
     assert {"CONTROLLER=tcp://10.0.0.1:5555", "FLAGS="} <= set(environment)
 
 
+@pytest.mark.parametrize("join", [(), ("--join",)])
+def test_reward_services_of_two_machines_have_names_of_their_own(
+    join: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, unit = [], "etc/systemd/system/starling-reward.service"
+    for machine, flags in (("a", ()), ("b", ("--number", "1")), ("b", ())):  # the number stays when it is repeated
+        root = tmp_path / machine
+        assert deploy(root, "reward", *join, *flags, *CONTROLLER) == 0
+        written = files(root)
+        started = written[f"{unit}.d/join.conf" if join else unit]
+        (command,) = [line for line in started.splitlines() if line.startswith("ExecStart=/")]
+        (name,) = re.findall(r" --name (\S+) ", command)
+        assert (f"/keys/{name}.json" in command) == bool(join)
+        assert f"# copy keys/{name}.json of the controller's folder" in capsys.readouterr().out
+        names.append(name)
+    assert names == ["reward-0", "reward-1", "reward-1"]
+
+
 def test_reward_that_was_installed_without_join_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its environment file is kept, and does not say where to join."""
     assert deploy(tmp_path, "reward", *CONTROLLER) == 0
@@ -116,7 +135,7 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("controller", ("--join",), "--join is for replicas"),
         ("reward", ("--join",), "--join needs the address to join at"),
         ("reward", ("--gpus", "0"), "--gpus 0 is for a policy or a rollout"),
-        ("reward", ("--number", "1"), "--number 1 is for a policy or a rollout"),
+        ("controller", ("--number", "1"), "--number 1 is for replicas"),
         ("controller", CONTROLLER, "remove it for the controller"),
         ("reward", ("--config", "recipe.toml"), "--config recipe.toml cannot stand in a unit"),
         ("reward", ("--config", "/etc/a b.toml"), "--config /etc/a b.toml cannot stand in a unit"),

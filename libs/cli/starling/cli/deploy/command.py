@@ -29,7 +29,10 @@ def systemd(
     gpus: Annotated[str, Parameter(help="GPUs of a policy or a rollout, such as 0,1; default: none.")] = "",
     controller: Annotated[str, Parameter(help="Address of the controller, tcp://HOST:PORT.")] = "",
     number: Annotated[
-        int, Parameter(help="Number of the replica in its name; default: that of these GPUs, else the next one.")
+        int,
+        Parameter(
+            help="Number of the replica in its name; default: that of these GPUs, else the next one of this machine."
+        ),
     ] = -1,
     config: Annotated[Path, Parameter(help="Recipe of the run on this machine, which the services read.")] = Path(
         "/etc/starling/recipe.toml"

@@ -64,30 +64,32 @@ def install(service: Service, root: Path, *, dry_run: bool = False) -> str:
     A file that is there already with the same text stays. Raises ConfigError for what cannot be installed.
     """
     _check(service)
-    number = _number_of(service, root) if service.has_instances else -1
-    instance = f"{service.role}-{number}" if number >= 0 else service.role
-    unit = f"starling-{service.role}" + ("@" if number >= 0 else "") + ".service"
+    number = _number_of(service, root)
+    name = f"{service.role}-{number}"
+    instance = name if service.has_instances else service.role
+    unit = f"starling-{service.role}" + ("@" if service.has_instances else "") + ".service"
+    text = unit_text(unit).replace(PROGRAM, service.command)
     files = {
-        f"etc/systemd/system/{unit}": unit_text(unit).replace(PROGRAM, service.command),
+        f"etc/systemd/system/{unit}": text.replace("--name reward-0 ", f"--name {name} "),
         **{f"etc/systemd/system/{name}": unit_text(name) for name in COMMON},
         "etc/sysusers.d/starling.conf": unit_text(USERS),
     }
     drop_in = f"etc/systemd/system/{unit.replace('@', f'@{number}')}.d/join.conf"
     if service.join:
         _check_joins(service, root / f"etc/starling/{instance}.env")
-        files[drop_in] = _join_text(service, number)
+        files[drop_in] = _join_text(service, name)
     elif (root / drop_in).exists():
         raise ConfigError(f"{instance} joins by its key; repeat --join, or remove {root / drop_in} and its .env file")
     lines = [_written(root / path, text, dry_run) for path, text in files.items()]
     lines.append(_written(root / f"etc/starling/{instance}.env", _environment(service), dry_run))
-    return "\n".join([*lines, *_next(service, instance, unit.replace("@", f"@{number}"), root)])
+    return "\n".join([*lines, *_next(service, name, unit.replace("@", f"@{number}"), root)])
 
 
 def _check(service: Service) -> None:
     if service.gpus and not service.has_instances:
         raise ConfigError(f"--gpus {service.gpus} is for a policy or a rollout; remove it for a {service.role}")
-    if service.number >= 0 and not service.has_instances:
-        raise ConfigError(f"--number {service.number} is for a policy or a rollout; remove it for a {service.role}")
+    if service.number >= 0 and service.role == "controller":
+        raise ConfigError(f"--number {service.number} is for replicas; remove it for the controller")
     if service.gpus and not re.fullmatch(r"\d+(,\d+)*", service.gpus):
         raise ConfigError(f"--gpus {service.gpus} is no list of GPUs; give numbers with commas, such as 0,1")
     if service.controller and not re.fullmatch(r"tcp://[^\s:]+(:[^\s:]+)*:\d+", service.controller):
@@ -120,9 +122,13 @@ def _check_joins(service: Service, path: Path) -> None:
 
 
 def _number_of(service: Service, root: Path) -> int:
-    """Return the number of the instance with these GPUs, or of a new one."""
+    """Return the number of the instance with these GPUs, or of a new one; that of the reward service stays."""
     if service.number >= 0:
         return service.number
+    if not service.has_instances:
+        unit = root / f"etc/systemd/system/starling-{service.role}.service"
+        installed = re.search(rf"--name {service.role}-(\d+) ", unit.read_text()) if unit.exists() else None
+        return int(installed[1]) if installed else 0
     taken: dict[int, str] = {}
     for path in (root / "etc/starling").glob(f"{service.role}-*.env"):
         name = path.stem.rpartition("-")[2]
@@ -135,9 +141,8 @@ def _number_of(service: Service, root: Path) -> int:
     return next(number for number in range(len(taken) + 1) if number not in taken)
 
 
-def _join_text(service: Service, number: int) -> str:
-    """Return the drop-in by which an instance starts with its key alone: the controller has the settings."""
-    name = f"{service.role}-{max(number, 0)}"
+def _join_text(service: Service, name: str) -> str:
+    """Return the drop-in by which the replica `name` starts with its key alone: the controller has the settings."""
     return (
         "# The settings come from the controller. The key is this instance's own, so its predecessor is gone.\n"
         "[Service]\n"
@@ -180,15 +185,14 @@ def _written(path: Path, text: str, dry_run: bool) -> str:
     return f"written: {path}"
 
 
-def _next(service: Service, instance: str, unit: str, root: Path) -> list[str]:
-    """Return what remains to be done."""
+def _next(service: Service, name: str, unit: str, root: Path) -> list[str]:
+    """Return what remains to be done. `name`: of the replica."""
     prefix = "" if root == Path("/") else "on the machine with this root, "
     lines = ["", f"Next, {prefix}as root:", "  systemd-sysusers && systemctl daemon-reload"]
     if service.role == "controller":
         lines.append("  starling prepare RECIPE.toml --dir /var/lib/starling --network.port 5555")
         lines.append("  chown -R starling: /var/lib/starling")
     elif service.controller:
-        name = instance if service.has_instances else "reward-0"
         lines.append(
             f"  # copy keys/{name}.json of the controller's folder to {service.folder}/keys, for its owner only"
         )
