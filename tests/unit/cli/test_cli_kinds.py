@@ -130,6 +130,13 @@ def test_nodes_of_a_replica_need_an_address_of_their_own(launch: dict[str, Any],
         recipe("rl", teacher={"path": "big"}, launch={"rollout_nodes": 2, **changed})
 
 
+def test_number_of_rollouts_whose_nodes_meet_at_one_address_follows_no_rule() -> None:
+    launch = {"rollout_nodes": 2, "rollout_rdzv": "h:1"}
+    complaint = r"controller.autoscale.max = 4, but launch.rollout_nodes = 2 is for one rollout; remove"
+    with pytest.raises(ValidationError, match=complaint):
+        recipe("rl", teacher={"path": "big"}, controller={"autoscale": {"max": 4}}, launch=launch)
+
+
 def test_launcher_ray_finds_the_address_of_a_replicas_nodes_itself() -> None:
     nodes = {"policy_nodes": 2, "rollout_nodes": 2, "num_rollouts": 3}
     ranks = {"parallel": {"dp_shard": 2}}

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from starling.cli.launch.interface import Ended, LaunchError, LaunchSite, Placement
+from starling.cli.launch.kubernetes.manifests import manifests
 from starling.cli.launch.launchers import LAUNCHERS, make_launcher
 from starling.cli.launch.partly_local import PartlyLocalLauncher
+from starling.cli.launch.ray.needs import needs
+from starling.cli.launch.slurm import nodes_script
 from starling.cli.launch.ssh import SshLauncher
 from starling.cli.recipe.schema import load_recipe
 from starling.cli.run.attempt import Attempt
+from starling.cli.run.placements import placement_of
 from starling.cli.run.processes import ServiceProcesses
 from starling.common.errors import ConfigError
 
 RECIPE = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"
+VLLM = ("--rollout.engine=vllm", "--rollout.vllm.tensor_parallel_size=2")
 CLI = Path(__file__).parents[3] / "libs/cli"
 
 
@@ -81,6 +88,44 @@ def test_local_launcher_stops_and_closes(tmp_path: Path) -> None:
         assert not site.children.running()
     finally:
         site.children.kill()
+
+
+def test_nodes_of_a_second_replica_have_no_place_to_meet(tmp_path: Path) -> None:
+    site = site_in(tmp_path, "--launch.rollout_nodes=2", "--launch.rollout_rdzv=127.0.0.1:29400", *VLLM)
+    assert site.recipe.controller.single_roles == ("rollout",)
+    launcher = make_launcher("local", site)
+    waits = ("--network.curve=false", "--controller", "tcp://127.0.0.1:9", "--name")
+    try:
+        launcher.start(Placement("rollout-0", "rollout", (*waits, "rollout-0"), num_nodes=2))
+        with pytest.raises(
+            ConfigError, match=r"the nodes of rollout-0 meet at launch\.rollout_rdzv, so rollout-1 cannot"
+        ):
+            launcher.start(Placement("rollout-1", "rollout", (*waits, "rollout-1"), num_nodes=2))
+    finally:
+        launcher.close()
+        site.children.kill()
+
+
+@pytest.mark.parametrize("name", ["slurm", "kubernetes", "ray"])
+def test_launcher_of_a_cluster_places_any_number_of_replicas_with_all_nodes(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe([RECIPE], ["--launch.launcher", name, "--launch.rollout_nodes=2", *VLLM])
+    assert recipe.controller.single_roles == ()
+    attempt = Attempt(tmp_path)
+    placed = [placement_of(recipe, attempt, "tcp://10.0.0.1:5555", "rollout", f"rollout-{number}") for number in (0, 1)]
+    assert [one.num_nodes for one in placed] == [2, 2]
+    scripts = {
+        "slurm": lambda one: nodes_script(one, recipe.launch.slurm, tmp_path),
+        "kubernetes": lambda one: json.dumps(
+            manifests(one, recipe.launch.kubernetes, name=one.name, run="r", files={"config.toml": ""})
+        ),
+        "ray": lambda one: str(needs(one, recipe.launch.ray)),
+    }
+    first, second = (scripts[name](one) for one in placed)
+    meeting = {"slurm": "RDZV=$(", "kubernetes": "--rdzv=", "ray": "'num_nodes': 2"}[name]
+    assert meeting in first
+    assert meeting in second
+    if name == "kubernetes":  # each meets at its own Service
+        assert re.findall(r"--rdzv=\S+?\"", first) != re.findall(r"--rdzv=\S+?\"", second)
 
 
 def test_run_waits_for_the_slowest_launcher_in_use(tmp_path: Path) -> None:

@@ -156,6 +156,20 @@ def test_bad_number_is_refused_in_one_sentence(role: str, num: int, problem: str
     assert not any(isinstance(command, Write) for command in script.commands)
 
 
+def test_replica_whose_nodes_would_meet_where_others_do_is_refused() -> None:
+    script = Script(num_rollouts=1, single_roles=frozenset({"rollout"}))
+    script.start_run("rollout-0")
+    assert answer(scale(script, "rollout", 2)) == (
+        "no: the nodes of a rollout of this run meet at launch.rollout_rdzv, and the launcher cannot place a second "
+        "rollout there; start it by hand, with an address of its own, or use the launcher slurm or ray, which place "
+        "whole replicas"
+    )
+    assert not script.state.replicas.desired.counts
+    script.joins("rollout-1")  # by hand
+    assert answer(scale(script, "rollout", 2)) == "yes: 2 rollouts desired, and present"
+    assert answer(scale(script, "rollout", 1)).startswith("yes: 1 rollout desired, 2 present: 1 will be drained")
+
+
 def test_unknown_replica_is_refused_with_the_present_ones() -> None:
     refused = answer(drain(three_rollouts(), "rollout-7"))
     assert refused == (

@@ -308,6 +308,9 @@ class ControllerSettings(SettingsSection):
     """Teacher replicas that must have joined before reinforcement learning begins."""
     colocate: bool = False
     """Policies and rollouts share their devices and use them in turn. Set by `launch.colocate`."""
+    single_roles: tuple[Literal["policy", "rollout"], ...] = ()
+    """Roles of which the launcher can place one replica only, since its nodes meet at one address. Set by
+    `launch.policy_rdzv` and `launch.rollout_rdzv`."""
     rollout_transport: TransportChoice = "auto"
     """Transport by which rollouts pass weights on; their offers of others are refused. Set by `rollout.transport`."""
     max_model_len: int = Field(default=0, ge=0, le=MAX_TOKENS)
@@ -543,6 +546,7 @@ class ControllerProcess(ServiceSettings):
             begin_version=self.controller.begin_version,
             begin_prompt=self.controller.begin_prompt,
             colocate=self.controller.colocate,
+            single_roles=frozenset(self.controller.single_roles),
             num_policies=self.controller.num_policies,
             eval_completions=self.evaluation.num_completions,
             num_rollouts=self.controller.num_rollouts,

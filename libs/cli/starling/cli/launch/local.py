@@ -8,6 +8,7 @@ import signal
 from starling.cli.launch.interface import EXIT_S, Ended, LaunchSite, Placement
 from starling.cli.run.gpus import FreeGpus
 from starling.common.counts import counted
+from starling.common.errors import ConfigError
 
 
 class LocalLauncher:
@@ -27,6 +28,7 @@ class LocalLauncher:
     def start(self, placement: Placement) -> None:
         """Start its process. Raises ConfigError when too few GPUs are free."""
         children = self._site.children
+        self._check_nodes(placement)
         devices = self._gpus.take(placement.name, placement.num_gpus)
         arguments = (*placement.arguments, *self._first_node(placement))
         self._placed.add(placement.name)
@@ -56,6 +58,16 @@ class LocalLauncher:
     def close(self) -> None:
         """Kill the processes that still run."""
         self._site.children.kill(self._placed)
+
+    def _check_nodes(self, placement: Placement) -> None:
+        """Raise ConfigError where another replica of several nodes has the address at which they meet."""
+        others = [name for name in self._placed if name.startswith(f"{placement.role}-") and name != placement.name]
+        running = [name for name in others if (child := self._site.children.named(name)) and child.code is None]
+        if placement.num_nodes > 1 and running:
+            raise ConfigError(
+                f"the nodes of {running[0]} meet at launch.{placement.role}_rdzv, so {placement.name} cannot be placed "
+                "beside it; start it by hand, with an address of its own"
+            )
 
     def _first_node(self, placement: Placement) -> list[str]:
         """Return the flags of the first node of a replica with several, and say how the others are started."""

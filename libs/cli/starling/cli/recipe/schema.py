@@ -115,6 +115,12 @@ class LaunchSettings(SettingsSection):
         roles = engines.get(self.launcher, ())
         return role in roles
 
+    @property
+    def single_roles(self) -> tuple[Literal["policy", "rollout"], ...]:
+        """Roles of which one replica can be placed: its nodes, which others start, meet at one address."""
+        nodes: dict[Literal["policy", "rollout"], int] = {"policy": self.policy_nodes, "rollout": self.rollout_nodes}
+        return tuple(role for role, num in nodes.items() if num > 1 and not self.places_nodes_of(role))
+
 
 class Recipe(ControllerProcess):
     """All settings of a run."""
@@ -287,6 +293,11 @@ class Recipe(ControllerProcess):
                 f"launch.{role}_nodes = {num}, and launch.{role}_rdzv {given}; give host:port of this machine, where "
                 f"the other nodes join, with a port from 1 to {MAX_PORT}"
             )
+        if num > 1 and role == "rollout" and self.controller.autoscale.max > 1:
+            raise ValueError(
+                f"controller.autoscale.max = {self.controller.autoscale.max}, but launch.rollout_nodes = {num} is for "
+                "one rollout; remove [controller.autoscale], or use a launcher that places all nodes of each rollout"
+            )
         if num > 1 and num_replicas > 1:
             raise ValueError(
                 f"launch.{role}_nodes = {num} is for one {role}, and launch.{name} = {num_replicas}; set one of them "
@@ -458,6 +469,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         "start_s": _start_s(recipe, rollout),
         "colocate": recipe.launch.colocate,
         "fan_out": recipe.launch.fan_out,
+        "single_roles": recipe.launch.single_roles,
     }
     controller = recipe.controller.model_copy(update=follows)
     launch = recipe.launch.model_copy(update={"num_rollouts": recipe.num_rollouts})

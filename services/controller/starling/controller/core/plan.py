@@ -82,6 +82,8 @@ class RunPlan:
     group_size: int = 1
     colocate: bool = False
     """Policies and rollouts share their devices by time."""
+    single_roles: frozenset[str] = frozenset()
+    """Roles of which the launcher can place one replica only: its nodes meet at one address of the run."""
     max_staleness: int = 1
     sync_every: int = 1
     """Steps between two publications; 0 publishes when rollouts have no group left that they may start."""

@@ -43,6 +43,7 @@ def scale(state: ControllerState, role_name: str, num: int, request: str = "") -
     check_count(role, num)
     if role == "policy":
         _check_policies(state, num)
+    _check_nodes(state, role, num)
     answer = scaled_text(role, num, len(_staying(state, role)))
     _set(state, role, num, "", request, answer)
     return answer
@@ -164,6 +165,17 @@ def _check_policies(state: ControllerState, num: int) -> None:
         raise ValueError(
             f"{policies[0].name} makes its steps alone; begin the run with policy.parallel.elastic = true to scale its "
             "policies"
+        )
+
+
+def _check_nodes(state: ControllerState, role: Role, num: int) -> None:
+    """Raise ValueError when the launcher would have to place a replica whose nodes meet where those of another do."""
+    present = max(1, len(_staying(state, role)))
+    if role in state.plan.single_roles and num > present:
+        raise ValueError(
+            f"the nodes of a {role} of this run meet at launch.{role}_rdzv, and the launcher cannot place a second "
+            f"{role} there; start it by hand, with an address of its own, or use the launcher slurm or ray, which "
+            "place whole replicas"
         )
 
 
