@@ -1,0 +1,25 @@
+"""Settings of training diffusion models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from starling.common.ranges import MAX_COEFFICIENT, MAX_COUNT
+from starling.common.settings import SettingsSection
+
+
+class DiffusionSettings(SettingsSection):
+    """Steps of reinforcement learning on denoising trajectories."""
+
+    actions_per_microbatch: int = Field(default=8, ge=1, le=MAX_COUNT)
+    """Steps of trajectories that are computed at a time; bounds the memory of activations."""
+    divergence: Literal["mean", "velocity"] = "mean"
+    """What `policy.algorithm.kl_coefficient` weighs: the divergence of each step's distribution from the reference's,
+    by its mean, or the mean square between the velocities, the same for all steps."""
+    ratio: Literal["plain", "normalised"] = "plain"
+    """Importance ratios: of densities, or normalised to a mean of 1 and one spread at all noise levels (GRPO-Guard),
+    which needs `policy.algorithm.old = "proximal"`."""
+    data_coefficient: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
+    """Weight of the flow-matching loss on the dataset that is added to each update (DDRL); 0 for none."""

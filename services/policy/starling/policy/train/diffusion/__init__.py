@@ -1,0 +1,1 @@
+"""Training of diffusion models: the steps of denoising trajectories are the tokens of a step."""

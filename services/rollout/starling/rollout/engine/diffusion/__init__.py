@@ -1,0 +1,1 @@
+"""Engine of diffusion models: a completion is a denoising trajectory."""
