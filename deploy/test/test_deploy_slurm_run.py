@@ -133,6 +133,8 @@ def test_replicas_are_jobs_that_come_back(tmp_path_factory: pytest.TempPathFacto
             lambda: run.jobs().get("rollout-1", first["rollout-1"]) != first["rollout-1"], "another job of rollout-1"
         )
         assert f"rollout-1 was cancelled in Slurm (job {first['rollout-1']}); restarting it" in run.text()
+        left = re.compile(r" left .*reason='it left: stopped by SIGTERM' replica=rollout-1 ")
+        run.wait(lambda: left.search(run.text()), "it has got Slurm's signal, and has left")
         adopted = len([line for line in run.lines("adopted") if line["replica"] == "rollout-1"])
         run.wait(
             lambda: len([line for line in run.lines("adopted") if line["replica"] == "rollout-1"]) > adopted,

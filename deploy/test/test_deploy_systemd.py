@@ -17,7 +17,8 @@ from systemd_machine import PATIENCE_S, PROGRAM, ROOT, Machine, machine
 
 from starling.cli.deploy.systemd import Service, install, unit_text
 
-UNITS = sorted((ROOT / "deploy/systemd").glob("*.service"))
+FOLDER = ROOT / "libs/cli/starling/cli/deploy/units"
+UNITS = sorted(FOLDER.glob("*.service"))
 MAX_EXPOSURE = 3.0
 NAMES = {"controller": "controller", "policy": "policy@", "rollout": "rollout@", "reward": "reward"}
 
@@ -55,7 +56,7 @@ def test_unit_is_hardened(unit: Path) -> None:
 
 
 def test_units_are_those_of_the_package() -> None:
-    for path in (ROOT / "deploy/systemd").iterdir():
+    for path in FOLDER.iterdir():
         assert path.read_text() == unit_text(path.name)
     assert {path.name for path in UNITS} == {f"starling-{name}.service" for name in NAMES.values()}
 
@@ -67,7 +68,7 @@ def test_wheel_contains_the_units(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", command], cwd=source, check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {f"starling/cli/deploy/units/{path.name}" for path in (ROOT / "deploy/systemd").iterdir()} <= set(names)
+    assert {f"starling/cli/deploy/units/{path.name}" for path in FOLDER.iterdir()} <= set(names)
     assert tomllib.loads((source / "pyproject.toml").read_text())["project"]["name"] == "starling-cli"
 
 

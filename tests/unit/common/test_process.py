@@ -234,6 +234,23 @@ def test_process_that_hangs_in_native_code_exits_after_its_deadline() -> None:
     assert "Timeout" in errors
 
 
+@pytest.mark.parametrize(("name", "short"), [("rollout-0", "rollout-0"), ("my rollout", "my-rollout")])
+def test_short_name_of_the_process_has_no_space(name: str, short: str) -> None:
+    """Slurm's proctrack/linuxproc reads /proc/PID/stat by fields, and signals no process whose name has a space."""
+    code = f"""
+from pathlib import Path
+from starling.common.observe.process import run_service
+
+def body():
+    print(Path("/proc/self/cmdline").read_text().strip("\\0 "))
+    print(Path("/proc/self/comm").read_text(), end="")
+
+raise SystemExit(run_service({name!r}, body))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"starling: {name}\n{short}\n", done.stderr
+
+
 def test_name_that_is_no_text_is_no_obstacle_to_the_title() -> None:
     """The command line's own check then names it."""
     code = "from starling.common.observe.process import run_service as run; raise SystemExit(run('a-\\udcff', print))"

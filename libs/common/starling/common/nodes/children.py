@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import setproctitle
 import structlog
 
 from starling.common.errors import ConfigError
 from starling.common.files import open_own
 from starling.common.observe import log as service_log
 from starling.common.observe.parent import die_with_parent
-from starling.common.observe.process import EXIT_FAILED, end_process
+from starling.common.observe.process import EXIT_FAILED, end_process, set_title
 
 END: Final = b""
 """Frame that ends a child."""
@@ -202,7 +201,7 @@ def _run_child(title: str, parent: int, output: int, log_form: Any, serve: Calla
             signal.signal(number, signal.SIG_IGN)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        setproctitle.setproctitle(f"starling: {title}")
+        set_title(title)
         service_log.configure(title, log_form)
         serve()
         code = 0

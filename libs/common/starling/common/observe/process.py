@@ -186,9 +186,20 @@ def end_within(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
+def set_title(name: str) -> None:
+    """Let process lists show ``starling: NAME`` as the command line, and `name` without spaces as the short name.
+
+    The kernel writes the short name into /proc/PID/stat, whose fields spaces separate: Slurm's proctrack/linuxproc
+    overlooks a process with a space there, and neither signals nor kills it with its job.
+    """
+    text = name.encode("utf-8", "replace").decode()
+    setproctitle.setproctitle(f"starling: {text}")
+    setproctitle.setthreadtitle("-".join(text.split()))
+
+
 def run_service(name: str, body: Callable[[], None]) -> int:
     """Run `body` as the service `name`. Returns the exit code; a `StarlingError` is one sentence on stderr."""
-    setproctitle.setproctitle(f"starling: {name}".encode("utf-8", "replace").decode())
+    set_title(name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     log.configure(name)
     try:
