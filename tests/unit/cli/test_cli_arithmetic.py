@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from starling.cli.main import main
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.cli.recipe.arithmetic import describe_arithmetic
 from starling.cli.recipe.schema import load_recipe
@@ -260,3 +261,17 @@ def test_dry_run_refuses_a_replay_that_a_run_could_not_make(flags: list[str], co
 def test_dry_run_takes_a_replay_of_a_mixture() -> None:
     assert dry_run("quickstart.toml", *REPLAYED, *MIXTURE)
     assert dry_run("quickstart.toml", *REPLAYED, *MIXTURE, *VLLM, *EAGER)
+
+
+@pytest.mark.parametrize(
+    ("http", "reason"),
+    [
+        ("localhost", "observe.http = 'localhost' is no address; write host:port"),
+        ("0.0.0.0:9464", "observe.http is '0.0.0.0:9464', which others can reach, and there is no token"),
+    ],
+)
+def test_dry_run_refuses_an_endpoint_that_the_controller_would_refuse(
+    http: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(RECIPES / "quickstart.toml"), "--observe.http", http, "--dry-run"]) == 2
+    assert reason in capsys.readouterr().err

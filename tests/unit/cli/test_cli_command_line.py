@@ -142,6 +142,7 @@ PARSED: dict[str, dict[str, Any]] = {
 """Command lines, and the values of some of their parameters."""
 SUGGESTIONS = {
     "rum a.toml": "unknown command 'rum'; did you mean 'run'?",
+    "deploy kubernets": "unknown command 'kubernets'; known: systemd, slurm, lepton",
     "statsu": "unknown command 'statsu'; did you mean 'status'?",
     "run a.toml --dry-runn": "unknown flag --dry-runn; did you mean --dry-run?",
     "run a.toml --rseume": "unknown flag --rseume; did you mean --resume?",

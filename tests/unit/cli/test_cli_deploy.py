@@ -148,3 +148,11 @@ def test_what_cannot_work_is_refused(
     assert deploy(tmp_path, role, *flags) == 2
     assert reason in capsys.readouterr().err
     assert files(tmp_path) == {}
+
+
+def test_folder_that_cannot_be_written_names_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "etc").write_text("")
+    assert deploy(tmp_path, "reward") == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path}/etc/systemd/system/starling-reward.service cannot be written: " in told
+    assert "run the command as root, or give another --root" in told

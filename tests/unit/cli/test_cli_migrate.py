@@ -138,7 +138,7 @@ REFUSED = {
     "[train]\nn_generation = 8": "unknown setting train.n_generation = 8; rollout.n_generation has that name; move it",
     "[rollout]\nxyz = 8": "unknown setting rollout.xyz = 8; correct or remove it",
     "[trainn]\nepoch = 1": f"{NO_FILE}: trainn is no section of one; did you mean train?",
-    "[rl]\nnum_steps = 1": f"{NO_FILE}: rl is no section of one; ",
+    "[rl]\nnum_steps = 1": "this is a recipe of Starling, which needs no translation",
     "[[reward_args]]\nreward_type = 'hpsv3'": "this is a rewards.toml, which needs no translation",
     "[train]\nepoch = true": "train.epoch = true must be an integer; correct it",
     "[train]\nckpt = 3": "train.ckpt = 3 must be a table; write it as [train.ckpt]",
@@ -176,3 +176,21 @@ def test_bad_file_is_refused_with_a_sentence(
 def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", str(tmp_path / "absent.toml")]) == 2
     assert "does not exist; give the path of a TOML file" in capsys.readouterr().err
+
+
+def test_recipe_needs_no_translation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[run]\nname = "mine"\n\n[policy.optimizer]\nlearning_rate = 1e-5\n')
+    assert main(["migrate", str(recipe)]) == 2
+    assert "this is a recipe of Starling, which needs no translation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[train\n", None])
+def test_file_that_cannot_be_read_is_named_once(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cosmos.toml"
+    if text is not None:
+        path.write_text(text)
+    assert main(["migrate", str(path)]) == 2
+    assert capsys.readouterr().err.count(str(path)) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -324,3 +326,14 @@ def test_token_file_is_made_and_checked(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(ConfigError, match="symbolic link"):
         _kept_token(tmp_path / "link")
+
+
+def test_folder_without_a_run_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "starling.cli.main", "dashboard", str(tmp_path / "typo"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("dashboard: http://127.0.0.1:")
+        process.terminate()
+        told = process.communicate(timeout=120)[1]
+    assert f"starling: there is no run in {tmp_path}/typo yet; the page waits for one" in told
+    assert process.returncode == 0

@@ -71,6 +71,8 @@ def parse(app: App, tokens: Sequence[str]) -> tuple[Callable[..., object], inspe
     except UnknownCommandError as error:
         _raise_unknown_command(app, error)
     except CycloptsError as error:
+        if _names_no_subcommand(app, error):
+            _raise_unknown_command(app, error)
         raise ConfigError(_sentence(error)) from None
 
 
@@ -153,11 +155,21 @@ def _check_flag(name: str, own: Collection[str]) -> None:
         raise ConfigError(f"unknown flag {name}; did you mean {like}?")
 
 
-def _raise_unknown_command(app: App, error: UnknownCommandError) -> NoReturn:
+def _names_no_subcommand(app: App, error: CycloptsError) -> bool:
+    """Return whether a flag is missing after a word that is no subcommand, as in `starling deploy kubernetes`."""
+    if not isinstance(error, MissingArgumentError) or error.argument is None:
+        return False
+    _, apps, rest = app.parse_commands([token for token in error.root_input_tokens or () if token])
+    has_commands = any(not name.startswith("-") for name in apps[-1])
+    takes_words = not error.argument.names[0].startswith("-")
+    return has_commands and not takes_words and bool(rest) and not rest[0].startswith("-")
+
+
+def _raise_unknown_command(app: App, error: CycloptsError) -> NoReturn:
     from starling.common.settings import nearest
 
-    path, apps, _ = app.parse_commands([token for token in error.root_input_tokens or () if token])
-    word = (error.unused_tokens or [""])[0]
+    path, apps, rest = app.parse_commands([token for token in error.root_input_tokens or () if token])
+    word = next(iter(rest), "")
     known = [name for name in apps[-1] if not name.startswith("-") and apps[-1][name].show]
     like = nearest(word, known)
     hint = f"did you mean {like!r}?" if like else f"known: {', '.join(known)}"

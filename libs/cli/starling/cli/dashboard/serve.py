@@ -17,7 +17,7 @@ from typing import Final
 from starling.cli.dashboard.access import Guard, make_token
 from starling.cli.dashboard.app import Dashboard, application
 from starling.cli.dashboard.watch import RunWatch, watch_names
-from starling.cli.run.attempt import Attempt
+from starling.cli.run.attempt import Attempt, has_run
 from starling.cli.runs.files.history import check_different
 from starling.common.errors import ConfigError
 from starling.common.files import open_own
@@ -69,6 +69,9 @@ def serve(options: Options) -> int:
         server.start()
         server.wait_started()
         _announce(options, server, token, len(watches))
+        for folder in folders:
+            if not has_run(folder):
+                print(f"starling: there is no run in {folder} yet; the page waits for one", file=sys.stderr, flush=True)
         while not closing.wait(3600.0):
             pass
     return 0

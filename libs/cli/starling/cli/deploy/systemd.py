@@ -179,9 +179,14 @@ def _written(path: Path, text: str, dry_run: bool) -> str:
         return f"unchanged: {path}"
     if path.suffix == ".env" and path.exists():
         return f"kept as it is, since it was edited or made for something else: {path}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
-    path.chmod(0o640 if path.suffix == ".env" else 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+        path.chmod(0o640 if path.suffix == ".env" else 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; run the command as root, or give another --root, or --dry-run"
+        ) from None
     return f"written: {path}"
 
 

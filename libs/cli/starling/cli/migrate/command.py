@@ -27,8 +27,9 @@ def migrate(
 
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists already; give another name, or remove it")
+    tree = read_toml(settings)  # whose errors name the file
     try:
-        migration = migrated(read_toml(settings), settings.stem, load_problem)
+        migration = migrated(tree, settings.stem, load_problem)
     except ConfigError as error:
         raise ConfigError(f"{error} (in {settings})") from None
     for line in migration.report():

@@ -12,6 +12,8 @@ from starling.common.settings import Tree, nearest, shown
 OWN_SCRIPT: Final = "custom."
 """Section whose keys are those of a user's own script."""
 _REWARDS: Final = ("reward_args", "decode_args")
+_RECIPE: Final = ("run", "rl", "launch", "sampling")
+"""Sections of a recipe that no file of Cosmos-RL has."""
 _SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential")
 _NO_SECRETS: Final = ("score_key", "tokenizer_model_name", "tokenizer_type", "unnorm_key", "input_key", "output_key")
 """Settings with such a word in their name."""
@@ -71,6 +73,10 @@ def form_of(tree: Tree) -> Form:
     if set(tree) & set(_REWARDS):
         raise ConfigError(
             "this is a rewards.toml, which needs no translation: `starling reward --config FILE` reads it"
+        )
+    if set(tree) & set(_RECIPE):
+        raise ConfigError(
+            "this is a recipe of Starling, which needs no translation: `starling run FILE --dry-run` checks it"
         )
     counts = {form: len(set(tree) & _top_level(table(form))) for form in Form}
     best = max(Form, key=lambda form: counts[form])

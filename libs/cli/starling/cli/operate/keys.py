@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from starling.cli.command_line import define
+from starling.common.errors import ConfigError
 
 USAGE = """[make] FOLDER NAME ... [--replace]
        starling keys list FOLDER
@@ -29,6 +30,7 @@ def make(
     """Create a key for each name, in a new folder or in one that has keys."""
     from starling.common.net.keyring import list_keys, make_keys
 
+    _check_folder(folder)
     make_keys(folder, [name, *names], replace=replace)
     print(f"made {_counted([name, *names])} in {folder}; it allows {len(list_keys(folder))} now")
     return 0
@@ -38,6 +40,7 @@ def show(folder: Folder, /) -> int:
     """List the names and roles whose keys are allowed."""
     from starling.common.net.keyring import list_keys
 
+    _check_folder(folder)
     for entry in list_keys(folder):
         print(f"{entry.name:<16} {entry.role:<9} {entry.public} {entry.path or 'its key file is elsewhere'}")
     return 0
@@ -49,9 +52,22 @@ def revoke(
     """Revoke the keys of these names, also during the run."""
     from starling.common.net.keyring import revoke_keys
 
+    _check_folder(folder)
     revoke_keys(folder, [name, *names])
     print(f"revoked {_counted([name, *names])}; a running controller drops them within a second")
     return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ConfigError for the folder of a run or of an attempt: keys written there are none of the run's.
+
+    The controller's key would become its `controller.json`, which has the address of the controller.
+    """
+    from starling.cli.run.attempt import newest_attempt
+
+    keys = newest_attempt(folder) / "keys"
+    if keys.is_dir():
+        raise ConfigError(f"{folder} is the folder of a run, and its keys are in {keys}; give that")
 
 
 def _counted(names: Sequence[str]) -> str:

@@ -93,7 +93,8 @@ def merge(folder: Path) -> MergedTrace:
         head = spans.starling
         offset_ns = offsets.setdefault(head.boot or f"{head.host}/{head.pid}", head.clock_offset_ns)
         events += _process_names(number, head)
-        for shift_us, given in _sources(path, spans, offset_ns):
+        for shift_us, all_events in _sources(path, spans, offset_ns):
+            given = [event for event in all_events if not _names_a_process(event)]
             kept = [event for event in (_event(one, number, shift_us) for one in given) if event is not None]
             num_left_out += len(given) - len(kept)
             events += kept
@@ -148,6 +149,12 @@ def _sources(path: Path, spans: SpansFile, offset_ns: int) -> Iterator[tuple[flo
         yield offset_ns / 1e3 + mark_us - (mark["ts"] + length), events
 
 
+def _names_a_process(event: dict[str, Any]) -> bool:
+    """Return whether an event is one of torch's names and labels of a process, in whose place ours are written."""
+    name = event.get("name")
+    return event.get("ph") == "M" and isinstance(name, str) and name.startswith("process_")
+
+
 def _event(event: dict[str, Any], process: int, shift_us: float) -> dict[str, Any] | None:
     """Return an event of process number `process` at wall-clock time; None if it is no valid one."""
     phase, name, time_us = event.get("ph"), event.get("name", ""), event.get("ts", 0)
@@ -155,7 +162,6 @@ def _event(event: dict[str, Any], process: int, shift_us: float) -> dict[str, An
     if not is_valid or not _is_number(time_us) or not _is_number(event.get("dur", 0)):
         return None
     if phase == "M":
-        # Names of processes are ours; those of threads stay.
         return {**event, "pid": process, "tid": _thread(event)} if name.startswith("thread_") else None
     return {**event, "pid": process, "tid": _thread(event), "ts": time_us + shift_us}
 

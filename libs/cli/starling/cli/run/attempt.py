@@ -288,6 +288,11 @@ def attempts_in(parent: Path) -> list[Path]:
     return [path for path in parent.glob("attempt-*") if path.name.removeprefix("attempt-").isdecimal()]
 
 
+def has_run(folder: Path) -> bool:
+    """Return whether a folder is that of an attempt, or of a run that has one."""
+    return _is_attempt(folder) or any(map(_is_attempt, attempts_in(folder)))
+
+
 def newest_attempt(folder: Path) -> Path:
     """Return the newest attempt in the folder of a run; any other folder itself."""
     return max(attempts_in(folder), key=_number, default=folder)

@@ -217,10 +217,20 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
 
 def _start(recipe: Recipe) -> int:
     from starling.cli.run.attempt import Attempt
+
+    _check_addresses(recipe)
+    return supervise(recipe, Attempt.create(recipe))
+
+
+def _check_addresses(recipe: Recipe) -> None:
+    """Raise ConfigError when the controller could not listen at an address of the recipe."""
     from starling.common.net.binding import check_address
 
     check_address(recipe.network.host, recipe.network.port)
-    return supervise(recipe, Attempt.create(recipe))
+    if recipe.observe.http:
+        from starling.common.observe.endpoint import checked_endpoint
+
+        checked_endpoint(recipe.observe)
 
 
 def _print_recipe(recipe: Recipe) -> int:
@@ -228,10 +238,9 @@ def _print_recipe(recipe: Recipe) -> int:
     from starling.cli.recipe.inputs import check_inputs
     from starling.cli.recipe.schema import to_shown_toml
     from starling.common.importing import without_modules
-    from starling.common.net.binding import check_address
     from starling.controller.core.groups.validation.recording import truncation_notice
 
-    check_address(recipe.network.host, recipe.network.port)
+    _check_addresses(recipe)
     # transformers imports it for its quantisers; it takes time, and warns
     hidden = () if recipe.policy.uses_torchao else ("torchao",)
     with without_modules(*hidden):

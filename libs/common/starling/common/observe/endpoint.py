@@ -57,16 +57,7 @@ class Endpoint:
     """
 
     def __init__(self, settings: ObserveSettings, name: str, page: StatusPage, families: Sequence[Family]) -> None:
-        found = split_address(settings.http)
-        if found is None:
-            raise ConfigError(f"observe.http = {settings.http!r} is no address; write host:port, as in 127.0.0.1:9464")
-        host, port = found
-        self._token = _read_token(settings.token_file)
-        if not (self._token or is_loopback(host)):
-            raise ConfigError(
-                f"observe.http is {settings.http!r}, which others can reach, and there is no token: set "
-                "observe.token_file to a file with one, or the host to 127.0.0.1"
-            )
+        host, port, self._token = checked_endpoint(settings)
         self._page, self._families = page, (*FAMILIES, *families)
         self._started_at = time.time()
         self._info = (("name", name), ("version", _version()))
@@ -141,6 +132,25 @@ def open_endpoint(settings: ObserveSettings, name: str, page: StatusPage, famili
     endpoint = Endpoint(settings, name, page, families)
     endpoint.start()
     return endpoint
+
+
+def checked_endpoint(settings: ObserveSettings) -> tuple[str, int, str]:
+    """Return host, port and token of an endpoint; the token is empty where it has none.
+
+    Raises:
+        ConfigError: the address is none, or others can reach it and there is no token.
+    """
+    found = split_address(settings.http)
+    if found is None:
+        raise ConfigError(f"observe.http = {settings.http!r} is no address; write host:port, as in 127.0.0.1:9464")
+    host, port = found
+    token = _read_token(settings.token_file)
+    if not (token or is_loopback(host)):
+        raise ConfigError(
+            f"observe.http is {settings.http!r}, which others can reach, and there is no token: set "
+            "observe.token_file to a file with one, or the host to 127.0.0.1"
+        )
+    return host, port, token
 
 
 def _read_token(path: str) -> str:
