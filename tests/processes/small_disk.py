@@ -32,6 +32,11 @@ class Disk:
         """Free the space."""
         self._ballast.unlink(missing_ok=True)
 
+    def allow_writes(self, *, allowed: bool) -> None:
+        """Make it read-only, or writable again."""
+        mode = "rw" if allowed else "ro"
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(self.folder)], timeout=60, check=True)
+
 
 @contextmanager
 def disk(folder: Path, size_mb: int) -> Iterator[Disk]:

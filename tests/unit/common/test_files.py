@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
+from small_disk import disk
 
 from starling.common.errors import ConfigError
-from starling.common.files import complete_size, open_regular, parse_line, write_whole
+from starling.common.files import check_writable, complete_size, open_regular, parse_line, write_whole
 from starling.common.settings import complete_toml, read_toml
 
 
@@ -95,3 +97,30 @@ def test_toml_that_was_cut_off_is_refused(tmp_path: Path) -> None:
 def test_toml_that_people_write_needs_no_last_line(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("[run]\nseed = 3")
     assert read_toml(tmp_path / "recipe.toml") == {"run": {"seed": 3}}
+
+
+def test_writable_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Not a directory") as error:
+        check_writable(tmp_path / "file" / "states")
+    assert error.value.filename == str(tmp_path / "file" / "states")
+
+
+def test_folder_on_a_full_or_read_only_disk_is_named(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", size_mb=1) as small:
+        small.fill()
+        with pytest.raises(OSError, match="No space left on device") as error:
+            check_writable(small.folder)
+        assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(small.folder))
+        assert [path.name for path in small.folder.iterdir()] == ["ballast"]
+        small.free()
+        check_writable(small.folder)
+        small.allow_writes(allowed=False)
+        with pytest.raises(OSError, match="Read-only file system") as error:
+            check_writable(small.folder)
+        assert (error.value.errno, error.value.filename) == (errno.EROFS, str(small.folder))

@@ -137,6 +137,7 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
     (messages.CheckpointSaved(lease="checkpoint:1:0", step=1, path="/x"), ()),
     (messages.LeaseFailed(lease="adopt:1:0", status=messages.Status.INFRA_LOST, reason="late"), ()),
     (messages.RequestSettings(with_model=True), ()),
+    (messages.ReportFault(reason="the disk is full"), ()),
     (
         messages.RoleSettings(
             sections={"rollout": {"num_slots": 4}},

@@ -101,7 +101,8 @@ def _class(kind: inspect.Type) -> type:
 PLACES: Final = [
     (kind, path)
     for kind in sorted(
-        frozenset[type].union(*(wire.ALLOWED_MESSAGES[role] for role in LIARS)), key=lambda one: one.__name__
+        frozenset[type].union(*(wire.ALLOWED_MESSAGES[role] for role in LIARS)) - {wire.ReportFault},
+        key=lambda one: one.__name__,
     )
     for path in paths(inspect.type_info(kind))
 ]

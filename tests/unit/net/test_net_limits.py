@@ -98,8 +98,8 @@ def test_role_may_send_its_own_messages_only(tmp_path: Path, name: str) -> None:
 
 
 def test_every_message_has_a_sender_and_every_role_a_size_limit() -> None:
-    # The hub itself answers a request for settings: it is no event.
-    assert {type(sample) for sample in SAMPLES} == set(get_args(wire.Up)) - {wire.RequestSettings}
+    # The hub itself answers a request for settings, and shows a fault: they are no events.
+    assert {type(sample) for sample in SAMPLES} == set(get_args(wire.Up)) - {wire.RequestSettings, wire.ReportFault}
     assert frozenset().union(*wire.ALLOWED_MESSAGES.values()) == set(get_args(wire.Up))
     assert set(MAX_BYTES) == set(PEER_ROLES)
 

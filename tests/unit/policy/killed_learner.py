@@ -21,6 +21,7 @@ from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.settings.supervised import SftStepSettings
 from starling.policy.shell.saving import PolicySaver
+from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.data.examples import SftExample
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.learner import Learner
@@ -84,7 +85,7 @@ def saving_of(learner: Learner, folder: Path, report: Any = lambda line: None) -
         report(f"broken {future.exception()}")
 
     tokenizer: Any = None
-    saving = PolicySaver(learner, tokenizer, SavingSettings(), "run", folder)
+    saving = PolicySaver(learner, tokenizer, SavingSettings(), "run", Storage(str(folder)))
     saving.connect(answer, broken)
     return saving
 

@@ -6,6 +6,7 @@
     ├── RefusedError     the controller refuses this replica (wrong key, wrong run, wrong protocol version)
     ├── UnreachableError a peer did not answer within a deadline
     ├── RestartError     this process cannot go on, and another start of it can
+    │   └── DiskFaultError   a file or folder cannot be written, and an operator has to see to its disk
     ├── StoppedError     a signal has stopped the run, and that has an exit code of its own
     └── WeightsError     weights could not be published, read, or proven
 
@@ -51,6 +52,10 @@ class UnreachableError(StarlingError):
 
 class RestartError(StarlingError):
     """This process cannot go on, for example after an I/O error; another start of it can, from what is on disk."""
+
+
+class DiskFaultError(RestartError):
+    """A file or folder cannot be written: its disk is full, or read-only. An operator has to mend that."""
 
 
 class StoppedError(StarlingError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -34,6 +35,8 @@ CONTROLLER_FILES: Final = (
 )
 """Files that the controller reads and writes in the folder of a run."""
 
+PROBE_BYTES: Final = 64 << 10
+"""Size of the file that is written to find out whether a disk has space: more than fits beside an inode."""
 _BLOCK: Final = 64 << 10
 """Bytes that are read at a time, in search of the last line."""
 
@@ -71,6 +74,26 @@ def write_whole(
         raise OSError(error.errno, error.strerror, str(path)) from None  # the error of a write names no file
     os.replace(partial, path)
     sync_folder(path.parent)
+
+
+def check_writable(folder: Path) -> None:
+    """Write, sync and remove a small file in a folder, which is made if there is none.
+
+    Raises OSError with the name of the folder: the disk is full or read-only, or the permission is missing.
+    """
+    probe = folder / f".probe-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(descriptor)  # some file systems find only now that there is no space
+        finally:
+            probe.unlink()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -7,7 +7,7 @@ import faulthandler
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol, TypeVar
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol, TypeVar
 import structlog
 from pydantic import BaseModel
 
-from starling.common.errors import ConfigError
+from starling.common.errors import ConfigError, StarlingError
 from starling.common.folder_digests import check_digests
 from starling.common.ids import Role
 from starling.common.model_folder import check_indexes, check_links, check_named_files, leave_hub
@@ -24,7 +24,14 @@ from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
 from starling.common.observe.log import configure as configure_log
 from starling.common.observe.notify import NOTIFY_VARIABLES, NotifySocket
-from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, run_service, without_collection
+from starling.common.observe.process import (
+    STOP_S,
+    ServiceStopped,
+    StopSignal,
+    disk_fault,
+    run_service,
+    without_collection,
+)
 from starling.common.settings import (
     ObserveSettings,
     ServiceSettings,
@@ -352,7 +359,8 @@ def serve(
         settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS, translate=translate)
         configure_log(name, settings.run.log_format)
         stop.install()
-        with _endpoint(settings.observe, name, families, notify) if settings.observe.http else nullcontext():
+        page = _endpoint(settings.observe, name, families, notify) if settings.observe.http else nullcontext()
+        with _reporting_disk_faults(arguments, settings), page:
             try:
                 with without_collection(), nullcontext() if role == "controller" else stop.interruptible():
                     shell = make_shell(settings, arguments)
@@ -362,6 +370,22 @@ def serve(
             shell.run(stop, notify)
 
     return run_service(name, body)
+
+
+@contextmanager
+def _reporting_disk_faults(arguments: ServiceArguments, settings: ServiceSettings) -> Iterator[None]:
+    """Tell the controller of a fault of a disk that ends this replica in the block."""
+    try:
+        yield
+    except (StarlingError, OSError) as error:
+        fault = disk_fault(error)
+        if fault and arguments.controller:
+            # Imported here: few processes ever need it.
+            from starling.common.net.faults import report_fault
+
+            with suppress(ConfigError):  # the last line of this process is about its disk
+                report_fault(link_settings(arguments, settings), fault)
+        raise
 
 
 @contextmanager

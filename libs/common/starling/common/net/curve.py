@@ -72,7 +72,7 @@ class AllowList:
         self._refused: set[str] = set()
         self._barred: set[str] = set()
         """Public keys whose holders sent what no replica sends; they connect no more while this controller runs."""
-        self.on_refusal: Callable[[str], None] = lambda text: None
+        self.on_refusal: Callable[[str], object] = lambda text: None
         """Told in words of each refusal, in the authenticator's thread."""
 
     def callback(self, domain: str, key: bytes) -> bool:

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 import setproctitle
 import structlog
 
-from starling.common.errors import RestartError, StarlingError, StoppedError
+from starling.common.errors import DiskFaultError, RestartError, StarlingError, StoppedError
 from starling.common.observe import log
 from starling.common.observe.terminal import printable
 
@@ -214,10 +214,11 @@ def run_service(name: str, body: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except OSError as error:
-        if error.errno not in DISK_FAULTS:
+        fault = disk_fault(error)
+        if not fault:
             structlog.get_logger(__name__).exception("failed")
             return EXIT_FAILED
-        print(f"starling {name}: {_disk_fault(error)}", file=log.LogStream(sys.stderr))
+        print(f"starling {name}: {fault}", file=log.LogStream(sys.stderr))
         return EXIT_RESTART
     except Exception:  # noqa: BLE001 - the edge of the process: the traceback is the report
         structlog.get_logger(__name__).exception("failed")
@@ -227,8 +228,12 @@ def run_service(name: str, body: Callable[[], None]) -> int:
     return 0
 
 
-def _disk_fault(error: OSError) -> str:
-    """Return the error sentence for a file that a full or read-only disk does not take."""
+def disk_fault(error: StarlingError | OSError) -> str:
+    """Return the sentence about the disk that ends a process with `EXIT_RESTART`; empty for any other error."""
+    if isinstance(error, StarlingError):
+        return str(error) if isinstance(error, DiskFaultError) else ""
+    if error.errno not in DISK_FAULTS:
+        return ""
     file = printable(str(error.filename or "a file"))
     return (
         f"{file} cannot be written ({error.strerror}); free some space, or make its volume writable, and start it again"

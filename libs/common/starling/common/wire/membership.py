@@ -37,6 +37,13 @@ class RoleSettings(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="set
     """Why there are no settings, or no files."""
 
 
+class ReportFault(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="report_fault"):
+    """A replica cannot start, or ends, for a fault that an operator has to mend, such as a full disk. Sent beside its
+    membership, by which nothing changes; the live views show it."""
+
+    reason: str
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
     """A replica asks to join. Sent twice a second until `Welcome` arrives, and again after `RequestHello`.
 

@@ -25,6 +25,7 @@ from starling.common.wire.membership import (
     Leave,
     Refused,
     ReleaseLeases,
+    ReportFault,
     RequestHello,
     RequestSettings,
     RoleSettings,
@@ -121,6 +122,7 @@ Up = (
     | LeaseFailed
     | OperatorMessage
     | RequestSettings
+    | ReportFault
 )
 
 LeasedCommand = (
@@ -134,7 +136,7 @@ ALLOWED_MESSAGES: Final[dict[Role, frozenset[type]]] = {
     "controller": frozenset(),
     "policy": frozenset(
         {Hello, Heartbeat, Leave, StepTrained, WeightsPublished, WeightsAdopted, Slept, Woken, CheckpointSaved}
-        | {LeaseFailed, RequestSettings}
+        | {LeaseFailed, RequestSettings, ReportFault}
     ),
     "rollout": frozenset(
         {
@@ -149,10 +151,10 @@ ALLOWED_MESSAGES: Final[dict[Role, frozenset[type]]] = {
             Slept,
             Woken,
         }
-        | {LeaseFailed, RequestSettings}
+        | {LeaseFailed, RequestSettings, ReportFault}
     ),
-    "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed, RequestSettings}),
-    "teacher": frozenset({Hello, Heartbeat, Leave, TokensScored, LeaseFailed, RequestSettings}),
+    "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed, RequestSettings, ReportFault}),
+    "teacher": frozenset({Hello, Heartbeat, Leave, TokensScored, LeaseFailed, RequestSettings, ReportFault}),
     "operator": frozenset(
         {
             QueryRun,
@@ -211,6 +213,7 @@ __all__ = [
     "Refused",
     "RelayOffered",
     "ReleaseLeases",
+    "ReportFault",
     "RequestCheckpoint",
     "RequestEvaluation",
     "RequestHello",

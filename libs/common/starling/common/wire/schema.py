@@ -35,6 +35,7 @@ from starling.common.wire.messages import (
     Refused,
     RelayOffered,
     ReleaseLeases,
+    ReportFault,
     RequestCheckpoint,
     RequestEvaluation,
     RequestHello,
@@ -131,6 +132,7 @@ FAMILIES: Final = (
             Woken,
             Drain,
             Leave,
+            ReportFault,
         ),
     ),
     MessageFamily(

@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # they import torch, see `Shell`; or are of an endpoint
     from starling.common.observe.metrics import Family, Samples
     from starling.policy.shell.metrics import PolicyMetrics
     from starling.policy.shell.saving import PolicySaver
+    from starling.policy.train.checkpoint.storage import Storage
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +68,28 @@ def find_model(settings: PolicyProcess) -> Path:
     )
 
 
+def find_home(settings: PolicyProcess, folder: Path) -> Storage:
+    """Return the storage of the run's states and checkpoints; `folder`: that of the run.
+
+    It is checked at the start, and not at the first save, which may come after hours.
+
+    Raises:
+        DiskFaultError: its disk is full or read-only.
+        ConfigError: it cannot be written for any other reason.
+    """
+    # Imported here: the libraries of storage are slower than the settings to check.
+    from starling.policy.train.checkpoint.header import CHECKPOINTS, STATES
+    from starling.policy.train.checkpoint.storage import Storage
+
+    saving = settings.policy.saving
+    home = Storage(str(folder.absolute()))
+    if saving.folder:
+        home = Storage(saving.folder, saving.storage_options).below(*settings.run.id.split("/"))
+    if KINDS[settings.run.kind].trains:
+        home.check(STATES, CHECKPOINTS)
+    return home
+
+
 class Shell:
     """One policy replica."""
 
@@ -76,6 +99,7 @@ class Shell:
         self._settings, self._has_nodes = settings, arguments.nodes is not None
         self._trains = KINDS[settings.run.kind].trains
         path = find_model(settings)
+        home = find_home(settings, arguments.folder)
         transport = choose_transport(settings)
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.policy.shell.replica import PolicyReplica
@@ -86,7 +110,7 @@ class Shell:
         self._learner, self._clock = rank.learner, rank.clock
         is_elastic = settings.policy.parallel.elastic and self._trains
         with self._replica.ending_nodes():
-            self._saver = self._create_saver(path, arguments.folder)
+            self._saver = self._create_saver(path, home, arguments.folder)
             version = self._saver.resume() if self._trains else 0
             self._replica.serve()
             self._peers = PeerServer(settings.network.host) if is_elastic else None
@@ -137,8 +161,8 @@ class Shell:
             settings_digest="" if self._peers is None else settings_digest(self._settings, model),
         )
 
-    def _create_saver(self, model: Path, folder: Path) -> PolicySaver:
-        """Prepare saving. `model`: the folder of the initial model; `folder`: that of the run."""
+    def _create_saver(self, model: Path, home: Storage, folder: Path) -> PolicySaver:
+        """Prepare saving to `home`. `model`: the folder of the initial model; `folder`: that of the run."""
         from starling.policy.shell.saving import PolicySaver
         from starling.policy.train.checkpoint.huggingface import TokenizerFiles
 
@@ -148,7 +172,7 @@ class Shell:
             TokenizerFiles(self._replica.rank.tokenizer, model),
             self._settings.policy.saving,
             self._settings.run.id,
-            folder,
+            home,
             merged=lora is not None and lora.merged,
             shared=folder if self._has_nodes else None,
         )
@@ -449,6 +473,7 @@ def make_shell(settings: PolicyProcess, arguments: ServiceArguments) -> Shell | 
     if arguments.nodes is None or arguments.nodes.number == 0:
         return Shell(settings, arguments)
     path = find_model(settings)
+    find_home(settings, arguments.folder)  # a volume may be mounted in another way on each node
     transport = choose_transport(settings)
     # Imported before the ranks are forked, each time; and only now, see `Shell`.
     from starling.policy.shell.rank import RankSetup, shared_files

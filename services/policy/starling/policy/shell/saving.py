@@ -24,8 +24,8 @@ from starling.common.ids import TrainerKind
 from starling.common.offers import AnswerLease, lease_failure
 from starling.common.wire import messages as wire
 from starling.policy.settings.saving import SavingSettings
-from starling.policy.train.checkpoint.header import STATES, find_state, newest_state
-from starling.policy.train.checkpoint.huggingface import CHECKPOINT, CHECKPOINTS, Saveable, export_hf
+from starling.policy.train.checkpoint.header import CHECKPOINTS, STATES, find_state, newest_state
+from starling.policy.train.checkpoint.huggingface import CHECKPOINT, Saveable, export_hf
 from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.checkpoint.state import SavedState, StateSnapshot, StateStore
 from starling.policy.train.checkpoint.storage import Storage
@@ -63,25 +63,18 @@ class PolicySaver:
         tokenizer: Saveable,
         settings: SavingSettings,
         run: str,
-        folder: Path,
+        home: Storage,
         *,
         merged: bool = False,
         shared: Path | None = None,
     ) -> None:
-        """Prepare to save the versions of `learner` for `run`, whose folder is `folder`.
+        """Prepare to save the versions of `learner` for `run`, in `home`.
 
         Args:
             merged: export a model with adapters merged, instead of the adapters.
             shared: a folder that all hosts of the policy see, for exports to other storage; None for one host.
-
-        Raises:
-            ConfigError: the configured storage is not writable.
         """
         self._learner, self._tokenizer, self._settings, self._run = learner, tokenizer, settings, run
-        home = Storage(str(folder.absolute()))
-        if settings.folder:
-            home = Storage(settings.folder, settings.storage_options).below(*run.split("/"))
-            home.check()
         self._states = StateStore(home.below(STATES), max_keep=settings.max_keep, best=settings.best)
         self._exports, self._merged, self._shared = home.below(CHECKPOINTS), merged, shared
         self._requested = threading.Event()

@@ -51,6 +51,7 @@ from starling.common.wire.messages import (
     Leave,
     Refused,
     ReleaseLeases,
+    ReportFault,
     RequestSettings,
     RoleSettings,
     Up,
@@ -409,6 +410,9 @@ class Hub:
                 return None
             if not envelope.run:
                 raise WireError(f"this is run {self.run}, and the message names none", "run")
+            if type(message) is ReportFault:
+                self._note_fault(envelope.sender, message.reason)
+                return None
         except WireError as error:
             self._drop(route, last, error)
             if envelope is not None and error.kind in FAULTS:
@@ -508,6 +512,11 @@ class Hub:
                 self._closed.append((peer.name, peer.route))
         known = {STRANGER, *names.values()}
         self._allowances = {name: left for name, left in self._allowances.items() if name in known}
+
+    def _note_fault(self, name: str, reason: str) -> None:
+        """Show a fault that a replica reports, without making the sender a peer: one of its name may be well."""
+        if self.notices.add(f"{name} fault", f"{name}: {reason}", time.monotonic()):
+            log.warning("replica_fault", peer=name, reason=reason[:MAX_LOGGED])
 
     def _throttle(self, allowance: PeerAllowance, size: int, route: bytes, frame: zmq.Frame) -> None:
         """Drop a message of a peer that exceeds its rate limit; if it keeps doing so, close its connection."""

@@ -18,12 +18,17 @@ class Notices:
     def __init__(self) -> None:
         self._found: dict[str, tuple[float, str]] = {}
 
-    def add(self, key: str, text: str, now: float) -> None:
-        """Show `text` from now on, in place of what was shown for this key. The text may contain that of a peer."""
-        self._found[key] = (now, one_line(text[:MAX_CHARACTERS]))
+    def add(self, key: str, text: str, now: float) -> bool:
+        """Show `text` from now on, in place of what was shown for this key. The text may contain that of a peer.
+
+        Returns whether another text, or none, was shown.
+        """
+        before, text = self._found.get(key, (now, ""))[1], one_line(text[:MAX_CHARACTERS])
+        self._found[key] = (now, text)
         if len(self._found) > MAX_NOTICES:
             oldest = min(list(self._found.items()), key=lambda item: item[1][0])
             self._found.pop(oldest[0], None)
+        return text != before
 
     def texts(self, now: float) -> tuple[str, ...]:
         """Return what is shown at the time `now`, oldest first."""

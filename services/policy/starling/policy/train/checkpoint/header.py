@@ -16,6 +16,8 @@ from starling.weightsync.offers.offer import digest_of
 
 STATES: Final = "states"
 """Subfolder of a run's folder with its states."""
+CHECKPOINTS: Final = "checkpoints"
+"""Subfolder of a run's folder with its exports."""
 PREFIX: Final = "version-"
 _TWISTER_KEYS: Final = 624
 

@@ -16,7 +16,7 @@ from starling.common.errors import ConfigError
 from starling.common.folder_digests import check_digests, write_digests
 from starling.common.ids import whole_number
 from starling.common.settings import ModelSettings
-from starling.policy.train.checkpoint.header import STATES, VerifiedState, find_state, newest_state
+from starling.policy.train.checkpoint.header import CHECKPOINTS, STATES, VerifiedState, find_state, newest_state
 from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.checkpoint.state import TRAINER, WEIGHTS, SavedState
 from starling.policy.train.checkpoint.storage import Storage, whole_folder
@@ -35,8 +35,6 @@ PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config
 """Image and video processor settings. The policy creates no processor, so these files are copied unchanged."""
 EMA = "ema:"
 """Prefix of the EMA weights among the tensors of a trainer, followed by the parameter's name."""
-CHECKPOINTS: Final = "checkpoints"
-"""Subfolder of a run's folder with its checkpoints."""
 CHECKPOINT: Final = "step-"
 """Prefix of a checkpoint's name, followed by its version."""
 _LAST: Final = "config.json"

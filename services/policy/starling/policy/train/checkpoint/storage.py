@@ -13,6 +13,7 @@ that dies half-way leaves nothing that a reader takes for complete.
 from __future__ import annotations
 
 import ctypes
+import errno
 import glob
 import os
 import secrets
@@ -27,8 +28,9 @@ from typing import Any, Final
 import xxhash
 from safetensors import SafetensorError
 
-from starling.common.errors import ConfigError, StarlingError
-from starling.common.files import open_own, open_regular, sync_folder, sync_tree
+from starling.common.errors import ConfigError, DiskFaultError, StarlingError
+from starling.common.files import check_writable, open_own, open_regular, sync_folder, sync_tree
+from starling.common.observe.process import DISK_FAULTS
 from starling.common.secret_settings import without_passwords
 
 MANIFEST: Final = "state.json"
@@ -156,12 +158,23 @@ class Storage:
             self.fs.pipe_file(self.path(name, MANIFEST), draft.manifest)
             self.keep_only(name, parts)
 
-    def check(self) -> None:
-        """Check that the storage is writable. Raises ConfigError if it is not."""
+    def check(self, *names: str) -> None:
+        """Check that files can be written, on a local disk also in those of the folders `names` that are there.
+
+        Each of them may be a volume of its own.
+
+        Raises:
+            DiskFaultError: a local disk is full or read-only.
+            ConfigError: the storage cannot be written for any other reason.
+        """
+        if self.is_local:
+            own = Path(self.root)
+            inner = [Path(self.path(name)) for name in names] or [own]
+            for folder in dict.fromkeys(path if path.is_dir() else own for path in inner):
+                _check_folder(folder)
+            return
         probe = self.path(f".probe-{secrets.token_hex(4)}")
         with self.explained("written"):
-            if self.is_local:
-                self.fs.makedirs(self.root, exist_ok=True)
             self.fs.pipe_file(probe, b"starling")
             self.fs.rm_file(probe)
 
@@ -234,6 +247,28 @@ class Storage:
         if done in ("written", "copied"):
             return "free space or choose another folder"
         return "check the folder and its permissions, or choose another folder"
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that a folder on a local disk can be written. Raises DiskFaultError or ConfigError."""
+    try:
+        check_writable(folder)
+    except OSError as error:
+        reason = error.strerror
+        if error.errno == errno.EROFS:
+            raise DiskFaultError(
+                f"the folder of states and checkpoints {folder} cannot be written ({reason}); make its volume "
+                "writable, or set policy.saving.folder to another one, and start it again"
+            ) from error
+        if error.errno in DISK_FAULTS:
+            raise DiskFaultError(
+                f"the folder of states and checkpoints {folder} cannot be written ({reason}); free some space, or set "
+                "policy.saving.folder to another one, and start it again"
+            ) from error
+        raise ConfigError(
+            f"the folder of states and checkpoints {folder} cannot be written ({reason}); let the user of the policy "
+            "write there, or set policy.saving.folder to another one"
+        ) from error
 
 
 def open_file(fs: Any, path: str) -> Any:
