@@ -157,6 +157,11 @@ def test_every_setting_with_the_name_of_a_secret_is_marked(schema: type[ServiceS
     assert set(unmarked(schema, "")) <= set(NO_SECRETS), "mark them with the type `Secret`, or add them to NO_SECRETS"
 
 
+@pytest.mark.parametrize("name", ["cookie", "API_KEYS", "client_secrets", "hf-token", "aws.access_key_id", "bearer"])
+def test_keys_of_tables_with_the_names_of_secrets_are_secret(name: str) -> None:
+    assert names_secret(name)
+
+
 def test_settings_in_a_log_have_no_secrets() -> None:
     tree = put(Recipe, "reward.http.token", "hunter2hunter")
     tree["rollout"] = {"api": {"key": "hunter2hunter"}}

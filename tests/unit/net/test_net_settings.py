@@ -195,3 +195,11 @@ def test_texts_that_look_like_secrets_are_left_out() -> None:
         "reward.scorers.0.options.API_KEY",
         "reward.scorers.1.options.headers.Authorization",
     ]
+
+
+@pytest.mark.parametrize("name", ["cookie", "api_keys", "bearer", "access_key_id", "signing_key"])
+def test_texts_that_errors_do_not_show_are_not_sent(name: str) -> None:
+    assert without_secrets({"options": {name: "hunter2", "url": "http://host"}}) == (
+        {"options": {"url": "http://host"}},
+        [f"options.{name}"],
+    )

@@ -27,8 +27,8 @@ class _SecretMark:
 Secret = Annotated[str, Field(repr=False), _SecretMark()]
 """A password, token or key, or a URL that has one."""
 _NAMED: Final = re.compile(
-    r"(?:^|[._-])(?:(?:api|access|secret|account|private)[._-]?key(?:[._-]?id)?|secret|password|passwd|passphrase|token|"
-    r"credentials?|authorization|bearer)$|^key$",
+    r"(?:^|[._-])(?:(?:api|access|secret|account|private)[._-]?keys?(?:[._-]?id)?|secrets?|password|passwd|passphrase|"
+    r"token|credentials?|authorization|bearer|cookie)$|^key$",
     re.IGNORECASE,
 )
 """Names of secrets in tables of any keys."""

@@ -19,6 +19,7 @@ from starling.common.net.curve import KeyFile
 from starling.common.net.dealer import Dealer
 from starling.common.net.frames import receive
 from starling.common.net.settings import make_incarnation
+from starling.common.secret_settings import names_secret
 from starling.common.settings import Tree, unusable_text
 from starling.common.wire import codec
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, Refused, RequestSettings, RoleSettings
@@ -30,7 +31,6 @@ SECTIONS_OF: Final = {
     "teacher": ("run", "network", "model", "teacher"),
 }
 """Sections that a replica of each role reads. It is sent no others: those of a reward have the answers' secrets."""
-_SECRETS: Final = frozenset({"rollout.api.key"})
 LOCAL: Final = (("run", "folder"), ("network", "host"), ("network", "port"))
 """Settings of the controller's machine, which mean nothing on another one."""
 MAX_FILES: Final = 64
@@ -41,10 +41,10 @@ REPEAT_S: Final = 1.0
 PATIENCE_MS: Final = 100
 """How long to wait for a message before the connection is checked."""
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\.(?:json|txt|jinja|model|vocab)")
-_SECRET_NAME: Final = re.compile(
-    r"(?:^|[_-])(?:secrets?|token|password|passwd|passphrase|credentials?|authorization|cookie)$|[_-]?api_?keys?$|_keys?$",
-    re.I,
-)
+_NO_SECRETS: Final = re.compile(r"reward\.scorers\.\d+\.key")
+"""Settings with the names of secrets that hold none."""
+_ANY_KEY: Final = re.compile(r"api_?keys?$|_keys?$", re.IGNORECASE)
+"""Names that mean a secret often enough, in tables of any keys, for it not to be sent."""
 _SECRET_URL: Final = re.compile(r"://[^/\s@]*@")
 
 
@@ -59,7 +59,7 @@ def is_model_file(name: str) -> bool:
 def without_secrets(tree: Mapping[str, Any], prefix: str = "") -> tuple[Tree, list[str]]:
     """Return a tree of settings without texts that look like secrets, and the keys that are left out.
 
-    A secret is a text with the name of one (``api_key``, ``password``, ``token``), or an URL with a user's name.
+    A secret is a text with the name of one (`names_secret`, and any ``..._key``), or an URL with a user's name.
     """
     kept: Tree = {}
     withheld: list[str] = []
@@ -81,7 +81,8 @@ def without_secrets(tree: Mapping[str, Any], prefix: str = "") -> tuple[Tree, li
 
 def _is_secret(key: str, value: Any) -> bool:
     texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
-    is_named = key in _SECRETS or _SECRET_NAME.search(key.rpartition(".")[2]) is not None
+    name = key.rpartition(".")[2]
+    is_named = (names_secret(name) or _ANY_KEY.search(name) is not None) and not _NO_SECRETS.fullmatch(key)
     return any(is_named or _SECRET_URL.search(text) for text in texts)
 
 
