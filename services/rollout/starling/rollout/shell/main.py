@@ -36,6 +36,7 @@ from starling.rollout.shell.publisher import RolloutPublisher, serving_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from starling.common.net.settings import LinkSettings
     from starling.common.nodes.agent import NodeAgent
     from starling.common.observe.metrics import Family, Samples
     from starling.rollout.api.server import ApiServer
@@ -60,6 +61,7 @@ class Shell:
         own = settings.rollout
         path = find_model(settings)
         self._nodes = setup_of(settings, arguments, path)
+        link = link_settings(arguments, settings)  # first: a wrong key must not cost the start of an engine
         # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.algo.tokenizer import load_tokenizer
         from starling.rollout.engine.model_config import read_config
@@ -76,13 +78,13 @@ class Shell:
         self._engine_factory = EngineFactory(spec)
         self._engine: Engine = self._engine_factory.make()
         try:
-            self._build_parts(path, config)
+            self._build_parts(path, config, link)
         except BaseException:  # no process of the engine may be left behind, whatever the exception
             self._engine.close()
             raise
         log.info("ready", engine=own.engine, version=self._engine.version, max_model_len=self._engine.max_model_len)
 
-    def _build_parts(self, path: Path, config: Any) -> None:
+    def _build_parts(self, path: Path, config: Any, link: LinkSettings) -> None:
         """Create the parts around the engine; `config` belongs to the model in the folder `path`."""
         from starling.rollout.engine.multimodal.prompts import PromptEncoder
         from starling.weightsync.plan.layout import encode
@@ -101,7 +103,7 @@ class Shell:
         )
         layout = self._engine.layout()
         hello = hello_of(own, self._engine, self._engine_factory.checkpoint)
-        self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(layout),))
+        self._link = ControllerLink(link, hello, (encode(layout),))
         self._wake = self._link.wake
         self._profiler = Profiler(arguments.name, arguments.folder, self._link.report_profile)
         self._traces = open_traces(settings.observe.traces, settings.run.id, "rollout", arguments.name)

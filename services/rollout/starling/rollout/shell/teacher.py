@@ -44,6 +44,7 @@ class Shell:
         teacher = settings.teacher
         path = check_model_folder(teacher.path, weights=True, key="teacher.path")
         student = check_model_folder(settings.model.path, weights=False, runs_code=settings.model.trust_remote_code)
+        link = link_settings(arguments, settings)
         # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.rollout.engine.embedded.model import build_model
         from starling.rollout.engine.teacher import TokenScorer, num_shared_token_ids
@@ -54,7 +55,7 @@ class Shell:
             model, tokens_per_forward=teacher.tokens_per_forward, top_k=teacher.top_k, num_ids=num_ids
         )
         hello = wire.Hello(role="teacher", host=host_name(), pid=os.getpid(), num_slots=teacher.num_slots)
-        self._link = ControllerLink(link_settings(arguments, settings), hello)
+        self._link = ControllerLink(link, hello)
         self._profiler = Profiler(arguments.name, arguments.folder, self._link.report_profile)
         self._name = arguments.name
         self._traces = open_traces(settings.observe.traces, settings.run.id, "teacher", arguments.name)
