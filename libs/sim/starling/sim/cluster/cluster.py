@@ -71,7 +71,7 @@ class SimulatedCluster:
         """Seconds of work by role; of rollouts, summed over their slots."""
         self._restarting: set[str] = set()
         """Names of the replicas that died and will be restarted."""
-        self.launcher = SimulatedLauncher(self.clock, self.rng, scenario.faults, self._start)
+        self.launcher = SimulatedLauncher(self.clock, self.rng, scenario.faults, self._start_placed)
         self.autoscaling = AutoscaleChecks(scenario.plan, self.clock)
         self._roles = [role for role in ROLES if self._has_role(role)]
         self._stopped, self._stopped_incarnation = False, -1
@@ -224,6 +224,10 @@ class SimulatedCluster:
         replica.forges_weights = name == self.forger
         self.replicas[name] = replica
         self.clock.after(self.plan.heartbeat_s * self.rng.random(), replica.begin)
+
+    def _start_placed(self, role: str, name: str) -> None:
+        """Start what the launcher has placed: a name that a joining replica has taken meanwhile has two processes."""
+        self._start(role, name, self.replicas[name].incarnation + 1 if name in self.replicas else 1)
 
     def _next_name(self, role: str) -> str:
         """Return a name that no replica of `role` has had."""

@@ -32,9 +32,9 @@ class SimulatedLauncher:
         clock: SimulatedClock,
         rng: random.Random,
         faults: Faults,
-        start: Callable[[str, str, int], None],
+        start: Callable[[str, str], None],
     ) -> None:
-        """`start`: starts a replica of this role, name and incarnation."""
+        """`start`: starts a replica of this role and name, in its next incarnation."""
         self._clock, self._rng, self._faults, self._start = clock, rng, faults, start
         self._restarts = Restarts(MAX_RESTARTS, RESTART_WINDOW_S)
         self._placed: dict[str, Replica] = {}
@@ -66,10 +66,9 @@ class SimulatedLauncher:
                 if replica.name in present and present[replica.name].alive:
                     present[replica.name].leave("the launcher ends it")
             for name in missing(known, members, role, num):
-                incarnation = present[name].incarnation + 1 if name in present else 1
                 self.unneeded.discard(name)
                 self._placed[name] = Replica(Placement(name, role, ()))
-                self._try(name, incarnation)
+                self._try(name)
 
     def _as_placed(self, replica: SimulatedReplica, restarting: set[str], desired: DesiredReplicas) -> Replica:
         """Return a replica as the supervisor knows it."""
@@ -80,24 +79,24 @@ class SimulatedLauncher:
             placed.due = self._clock.now if replica.name in restarting and not placed.is_drained else None
         return placed
 
-    def _try(self, name: str, incarnation: int) -> None:
+    def _try(self, name: str) -> None:
         """Place a replica, after some time, unless the placement is refused: then again after a backoff."""
         replica = self._placed[name]
         if self._rng.random() >= self._faults.refusals:
-            self._clock.after(self._faults.launch_s * self._rng.random(), self._begin, replica, incarnation)
+            self._clock.after(self._faults.launch_s * self._rng.random(), self._begin, replica)
             return
         self.num_refused += 1
         delay_s = self._restarts.delay_s(name, self._clock.now)
         if delay_s is None:
             replica.ended, replica.spared = Ended(name, None, "could not be started"), True
         else:
-            self._clock.after(delay_s, self._retry, replica, incarnation)
+            self._clock.after(delay_s, self._retry, replica)
 
-    def _retry(self, replica: Replica, incarnation: int) -> None:
+    def _retry(self, replica: Replica) -> None:
         if self._placed.get(replica.name) is replica:
-            self._try(replica.name, incarnation)
+            self._try(replica.name)
 
-    def _begin(self, replica: Replica, incarnation: int) -> None:
+    def _begin(self, replica: Replica) -> None:
         if self._placed.get(replica.name) is replica:
             del self._placed[replica.name]
-            self._start(replica.role, replica.name, incarnation)
+            self._start(replica.role, replica.name)
