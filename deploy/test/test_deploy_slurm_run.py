@@ -142,13 +142,16 @@ def test_replicas_are_jobs_that_come_back(tmp_path_factory: pytest.TempPathFacto
         )
 
         node = cluster.job(first["policy-0"])["BatchHost"]
-        cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+        # Drained, too, since a node that is down returns to service when its daemon registers.
+        for state in ("DRAIN", "DOWN"):
+            cluster.command("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
         run.wait(lambda: "policy-0 was lost with its node" in run.text(), f"{node} is down, and the policy lost")
         print(cluster.command("sinfo", "-N", "-o%N %T"))
         run.wait(lambda: run.jobs().get("policy-0", first["policy-0"]) != first["policy-0"], "another job of policy-0")
-        cluster.command("scontrol", "update", f"NodeName={node}", "State=RESUME")
         run.wait_for_steps(5, "steps of the policy on other nodes")
         print(cluster.command("squeue", "-o%i %j %T %N %b"))
+        nodes = cluster.command("squeue", "-h", "-o%N").split()
+        assert node not in cluster.command("scontrol", "show", "hostnames", ",".join(nodes)).split()
         run.wait(lambda: run.process.poll() is not None, "the end of the run")
         print(run.text())
         assert run.process.returncode == 0
