@@ -90,6 +90,10 @@ class RayRun:
         """How often a rollout has adopted weights."""
         return sum(line["replica"] == name for line in self.metrics("adopted"))
 
+    def num_joined(self, name: str) -> int:
+        """How often a replica has joined."""
+        return sum(line["replica"] == name for line in self.metrics("joined"))
+
     def said(self, text: str) -> int:
         """How often the run has said `text`."""
         return self.log.read_text().count(text)
@@ -225,8 +229,9 @@ def test_actor_that_answers_nothing_is_lost(cluster: RayCluster, tmp_path: Path)
         assert "ProcessActor" in "".join(worker.cmdline())
         worker.suspend()
         run.wait(lambda: run.said("(its actor answered nothing for 60 s)"), "the loss of its actor")
-        adopted = run.num_adopted("rollout-0")
         run.wait(lambda: run.said("rollout-0 is placed on 127.0.0.3") == 2, "another actor")
+        run.wait(lambda: run.num_joined("rollout-0") == 2, "its successor has joined")
+        adopted = run.num_adopted("rollout-0")
         run.wait(lambda: run.num_adopted("rollout-0") > adopted, "weights on its successor")
         assert run.end() == 0, run.log.read_text()[-6000:]
     finally:
