@@ -15,13 +15,11 @@ import sys
 import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import kubernetes_manifests as manifests
+from docker_host import PATIENCE_S, DockerHost
 from kubernetes_manifests import Manifest, Pod
-
-if TYPE_CHECKING:
-    from docker_host import DockerHost
 
 IMAGE: Final = "starling-test/empty"
 NETWORK: Final = "starling-test-pods"
@@ -61,25 +59,25 @@ class RunningPod:
 class Node:
     """A node that runs pods."""
 
-    def __init__(self, docker: DockerHost, folder: Path, objects: list[Manifest]) -> None:
+    def __init__(self, host: DockerHost, folder: Path, objects: list[Manifest]) -> None:
         """Run pods of `objects`; `folder` has the volumes, and what claims hold stays there."""
-        self._docker, self.folder, self.objects = docker, folder, objects
+        self._host, self.folder, self.objects = host, folder, objects
         self._num_addresses = 1
         with tarfile.open(folder / "empty.tar", "w") as tar:
             for name in ("tmp", "proc", "sys", "dev", "etc", "var", "run"):
                 entry = tarfile.TarInfo(name)
                 entry.type, entry.mode = tarfile.DIRTYPE, 0o755
                 tar.addfile(entry)
-        docker.run("import", str(folder / "empty.tar"), IMAGE)
-        docker.run("network", "create", "--subnet", f"{SUBNET}.0/24", NETWORK)
+        host.docker("import", folder / "empty.tar", IMAGE)
+        host.docker("network", "create", "--subnet", f"{SUBNET}.0/24", NETWORK)
 
     def close(self) -> None:
         """Remove the containers and the network."""
-        found = self._docker.run("ps", "--all", "--quiet", "--filter", f"ancestor={IMAGE}").stdout.split()
+        found = self._host.docker("ps", "--all", "--quiet", "--filter", f"ancestor={IMAGE}").split()
         if found:
-            self._docker.run("rm", "--force", *found, check=False)
-        self._docker.run("network", "rm", NETWORK, check=False)
-        self._docker.run("image", "rm", IMAGE, check=False)
+            self._host.docker("rm", "--force", *found, check=False)
+        self._host.docker("network", "rm", NETWORK, check=False)
+        self._host.docker("image", "rm", IMAGE, check=False)
 
     def start(self, pod: Pod, index: int = 0, **variables: str) -> RunningPod:
         """Start the pod `index` of a workload, with `variables` in place of those of the manifest."""
@@ -91,7 +89,7 @@ class Node:
         for container in pod.spec.get("initContainers", ()):
             if container.get("restartPolicy") != "Always":
                 arguments = self._arguments(container, pod, index, running, {})
-                self._docker.run("run", "--rm", "--network", "none", *arguments)
+                self._host.docker("run", "--rm", "--network", "none", *arguments)
         sidecars = [one for one in pod.spec.get("initContainers", ()) if one.get("restartPolicy") == "Always"]
         for container in [*pod.spec["containers"], *sidecars]:
             words = ["run", "--detach", "--restart", "always"]
@@ -101,30 +99,40 @@ class Node:
                 words += ["--network", NETWORK, "--ip", running.address, "--hostname", name]
                 words += ["--network-alias", pod.role] if pod.role == "controller" else []
             arguments = self._arguments(container, pod, index, running, variables)
-            running.containers[container["name"]] = self._docker.run(*words, *arguments).stdout.strip()
+            running.containers[container["name"]] = self._host.docker(*words, *arguments).split()[-1]
         return running
 
     def stop(self, running: RunningPod, grace_s: float) -> int:
         """Delete a pod. Returns the exit code of its service, which has had the grace period to end."""
         first = next(iter(running.containers.values()))
-        self._docker.run("stop", "--time", f"{grace_s:g}", first, timeout_s=grace_s + 30)
-        code = int(self._docker.run("inspect", "--format", "{{.State.ExitCode}}", first).stdout)
-        self._docker.run("rm", "--force", *running.containers.values())
+        self._host.docker("stop", "--time", f"{grace_s:g}", first)
+        code = int(self._host.docker("inspect", "--format", "{{.State.ExitCode}}", first))
+        self._host.docker("rm", "--force", *running.containers.values())
         return code
 
-    def execute(self, running: RunningPod, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in the service's container, as an exec probe does."""
-        return self._docker.run("exec", running.containers[running.role], *command, check=False)
+    def execute(self, running: RunningPod, *command: str) -> int:
+        """Run a command in the service's container, as an exec probe does. Returns its exit code."""
+        words = ["docker", "exec", running.containers[running.role], *command]
+        environment = self._host.environment
+        return subprocess.run(words, env=environment, capture_output=True, timeout=PATIENCE_S, check=False).returncode
+
+    def is_open(self, running: RunningPod, port: int) -> bool:
+        """Return whether something listens at a port of a pod."""
+        script = f"exec 3<>/dev/tcp/{running.address}/{port} && echo open"
+        return "open" in self._host.inside("timeout", "10", "bash", "-c", script, check=False).split()
+
+    def http(self, running: RunningPod, port: int, path: str) -> int:
+        """Return the status of an HTTP answer of a pod; 0 without one."""
+        write = ("--silent", "--output", "/dev/null", "--write-out", "%{http_code}", "--max-time", "10")
+        return int(self._host.inside("curl", *write, f"http://{running.address}:{port}{path}", check=False) or 0)
 
     def logs(self, running: RunningPod) -> str:
         """Return what the service has printed."""
-        done = self._docker.run("logs", running.containers[running.role], check=False)
-        return done.stdout + done.stderr
+        return self._host.docker("logs", running.containers[running.role], check=False)
 
     def restarts(self, running: RunningPod) -> int:
         """Return how often the service was started again."""
-        container = running.containers[running.role]
-        return int(self._docker.run("inspect", "--format", "{{.RestartCount}}", container).stdout)
+        return int(self._host.docker("inspect", "--format", "{{.RestartCount}}", running.containers[running.role]))
 
     def _make_volumes(self, pod: Pod, running: RunningPod) -> None:
         group = pod.spec["securityContext"]["fsGroup"]

@@ -165,7 +165,7 @@ def test_an_unknown_field_is_noticed(built: dict[str, list[Manifest]], validator
 # --- Custom resources: the fields that are used, of JobSet v1alpha2, LeaderWorkerSet v1 and monitoring.coreos.com/v1 -
 
 ANY: Final = object()
-SELECTOR: Final = {"matchLabels": ANY}
+SELECTOR: Final = {"matchLabels": ANY, "matchExpressions": [{"key": str, "operator": str, "values": [str]}]}
 ENDPOINT: Final = {
     "port": str,
     "path": str,
@@ -191,7 +191,7 @@ FIELDS: Final[dict[str, Any]] = {
     "PrometheusRule": {"groups": [{"name": str, "rules": [ANY]}]},
 }
 VALUES: Final = {
-    "operator": {"All", "Any"},
+    "operator": {"All", "Any", "In"},
     "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "replace"},
     "startupPolicy": {"LeaderCreated", "LeaderReady"},
     "restartPolicy": {"RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"},

@@ -7,24 +7,21 @@ cluster: see kubelet.py.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import docker_host
 import kubernetes_manifests as manifests
 import pytest
+from docker_host import DockerHost
 from kubelet import Node, RunningPod
 from kubernetes_manifests import KUBERNETES, Manifest, Pod
-
-docker_host = pytest.importorskip("docker_host", reason="deploy/test/docker_host.py starts Docker")
-DockerHost = docker_host.DockerHost
 
 DEADLINE_S = 600.0
 NUM_STEPS = 320
@@ -38,28 +35,28 @@ SHORTER = {
 
 
 @pytest.fixture(scope="module")
-def docker(debian_packages: Callable[[str], None]) -> Iterator[DockerHost]:
+def host() -> Iterator[DockerHost]:
     """Return a Docker daemon."""
-    debian_packages("test_deploy_kubernetes_run")
-    folder = Path(tempfile.mkdtemp(prefix="starling-kubernetes-", dir="/var/tmp"))
-    host = DockerHost(folder)
-    try:
-        host.start()
-        yield host
-    finally:
-        host.close()
+    if reason := docker_host.missing():
+        pytest.skip(reason)
+    kept = os.environ.get("DEPLOY_TEST_FOLDER")
+    folder = Path(kept or tempfile.mkdtemp(prefix="starling-kubernetes-", dir="/var/tmp"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with docker_host.docker_host(folder) as started:
+        yield started
+    if not kept:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
-def node(docker: DockerHost) -> Iterator[Node]:
+def node(host: DockerHost, tmp_path: Path) -> Iterator[Node]:
     """Return a node with the overlay for CPUs, its recipe shortened, and new keys."""
-    folder = Path(tempfile.mkdtemp(dir=docker.folder))
+    folder = tmp_path
     objects = manifests.build(KUBERNETES / "overlays/cpu") + manifests.build_secrets(folder)
     shorten(objects)
     (folder / "volumes").mkdir()
     folder.chmod(0o755)
-    running = Node(docker, folder / "volumes", objects)
+    running = Node(host, folder / "volumes", objects)
     try:
         yield running
     finally:
@@ -126,15 +123,10 @@ def is_ready(node: Node, running: RunningPod, pod: Pod) -> bool:
     """Carry out the readiness probe of a pod."""
     probe = pod.spec["containers"][0]["readinessProbe"]
     if "exec" in probe:
-        return node.execute(running, *probe["exec"]["command"]).returncode == 0
+        return node.execute(running, *probe["exec"]["command"]) == 0
     if "tcpSocket" in probe:
-        script = f"exec 3<>/dev/tcp/{running.address}/5555"
-        return subprocess.run(["bash", "-c", script], capture_output=True, timeout=10).returncode == 0
-    try:
-        with urllib.request.urlopen(f"http://{running.address}:8080{probe['httpGet']['path']}", timeout=10) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+        return node.is_open(running, 5555)
+    return node.http(running, 8080, probe["httpGet"]["path"]) == 200
 
 
 @pytest.mark.timeout(3600)
@@ -150,7 +142,7 @@ def test_a_run_starts_scales_drains_and_ends(node: Node) -> None:
     # Keys are in memory only, and the folder of the run is one that operators can read.
     assert not list((run.folder / "keys").glob("*"))
     assert (run.folder / "config.toml").exists()
-    assert node.execute(controller, "sh", "-c", "touch /etc/x").returncode != 0
+    assert node.execute(controller, "sh", "-c", "touch /etc/x") != 0
     sandbox = [line for line in node.logs(run.running["reward-0"]).splitlines() if '"sandbox' in line]
     assert any('"landlock"' in line for line in sandbox), sandbox
     print("sandbox of the reward service:", sandbox[0])
