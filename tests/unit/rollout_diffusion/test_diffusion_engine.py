@@ -177,6 +177,17 @@ def test_a_window_stores_its_own_states_only() -> None:
     np.testing.assert_allclose(logprobs, densities("wan", sampler, result), atol=2e-5)
 
 
+def test_a_trajectory_without_noise_has_versions_of_all_steps_and_no_states() -> None:
+    with closing(engine_of(sampler=sampler_of(dynamics="ode"))) as engine:
+        (result,) = run(engine, request("a", count=2))
+    assert "states" not in result.tensors
+    assert result.tensors["latents"].shape == (2, *shape_of("wan"))
+    for completion in result.completions:
+        assert completion.token_ids.tolist() == [0, 1, 2, 3]
+        assert completion.versions.tolist() == [0, 0, 0, 0]
+        assert completion.logprobs.tolist() == [0.0] * 4
+
+
 def test_states_of_16_bits_are_those_whose_density_is_reported() -> None:
     sampler = sampler_of(stored="float16")
     with closing(engine_of(sampler=sampler)) as engine:

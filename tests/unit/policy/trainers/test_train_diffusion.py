@@ -25,8 +25,9 @@ from starling.policy.settings.diffusion import DiffusionSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.diffusion.base import CleanSamples
 from starling.policy.train.diffusion.groups import DenoisedGroup
-from starling.policy.train.diffusion.trainer import CleanSamples, DiffusionTrainer
+from starling.policy.train.diffusion.trainer import DiffusionTrainer
 
 SIGMAS = (1.0, 0.8, 0.5, 0.2, 0.0)
 CLIP = 0.05

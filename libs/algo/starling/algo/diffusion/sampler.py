@@ -55,6 +55,11 @@ class Sampler:
         noisy = [number for number, level in enumerate(self.levels) if level > 0.0]
         return range(noisy[0], noisy[-1] + 1) if noisy else range(0)
 
+    @property
+    def recorded(self) -> range:
+        """The steps whose versions and log-densities are recorded: the actions, or all steps where there are none."""
+        return self.actions or range(self.num_steps)
+
     def transition(self, state: Tensor, velocity: Tensor, numbers: Tensor) -> Transition:
         """Return the distribution of the next states.
 

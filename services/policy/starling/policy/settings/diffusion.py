@@ -23,3 +23,9 @@ class DiffusionSettings(SettingsSection):
     which needs `policy.algorithm.old = "proximal"`."""
     data_coefficient: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the flow-matching loss on the dataset that is added to each update (DDRL); 0 for none."""
+    levels_per_sample: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Noise levels at which each sample is trained by DiffusionNFT, of those of the sampler."""
+    nft_beta: float = Field(default=1.0, gt=0.0, le=MAX_COEFFICIENT)
+    """How far DiffusionNFT's positive and negative velocities are from those at the start of the step."""
+    advantage_bound: float = Field(default=5.0, gt=0.0, le=MAX_COEFFICIENT)
+    """Largest size of an advantage that DiffusionNFT tells from others."""

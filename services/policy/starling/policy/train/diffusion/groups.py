@@ -26,6 +26,8 @@ class DenoisedGroup:
     """[trajectories, actions + 1, ...], from the first action's state to the last one's successor."""
     conditions: Conditions
     """Of the prompt, with a batch axis of 1."""
+    latents: Tensor | None = None
+    """[trajectories, ...], where each of them ends; None where they were not sent."""
 
     def check(self, sampler: Sampler) -> None:
         """Check that the trajectories are the sampler's.

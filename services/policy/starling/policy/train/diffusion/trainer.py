@@ -13,7 +13,7 @@ is larger than a microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,34 +29,17 @@ from starling.algo.diffusion.transitions import Transition
 from starling.algo.loss.diffusion import data_term, mean_kl, normalised_log_ratio, velocity_kl
 from starling.algo.loss.terms import Tokens
 from starling.common.errors import ConfigError
-from starling.policy.core.phases import NullClock, PhaseClock
+from starling.policy.core.phases import PhaseClock
 from starling.policy.settings.diffusion import DiffusionSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.groups import FloatArray
 from starling.policy.train.data.packing import Index
+from starling.policy.train.diffusion.base import CleanSamples, DiffusionModelTrainer, norm_of, parts_of, update_metrics
 from starling.policy.train.diffusion.groups import Actions, DenoisedGroup, number_actions
-from starling.policy.train.errors import StepBrokenError
 from starling.policy.train.loss.credit import TrainBatch, compute_advantages, group_metrics, make_train_batch
 from starling.policy.train.loss.objective import Objective, objective_of, token_losses
-from starling.policy.train.memory.setup import optimizer_device
 from starling.policy.train.metrics.tokens import TokenMetrics, effective_sample_size, mismatch, staleness_shares
-from starling.policy.train.model.reference import ReferenceModel
-from starling.policy.train.optim.norm import total_norm
-from starling.policy.train.optim.optimizer import ModelOptimizer, UpdateResult
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CleanSamples:
-    """Samples of the dataset, for DDRL's term."""
-
-    clean: Tensor
-    """[B, ...], latents."""
-    conditions: Conditions
-    """Of each."""
-    sigma: Tensor
-    """float [B], the noise level of each, in (0, 1)."""
-    noise: Tensor
-    """[B, ...], standard normal."""
+from starling.policy.train.optim.optimizer import UpdateResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +68,7 @@ class _Minibatch:
     """The log-densities of the minibatch's first update, [T]."""
 
 
-class DiffusionTrainer:
+class DiffusionTrainer(DiffusionModelTrainer):
     """Trains a diffusion transformer on scored trajectories, one step at a time."""
 
     kind: ClassVar[str] = "diffusion"
@@ -102,29 +85,26 @@ class DiffusionTrainer:
         initial: Callable[[], Any] | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
-        """Start with a fresh optimizer.
+        """Start with a fresh optimizer; see `DiffusionModelTrainer`.
 
         Args:
-            model: one of `starling.algo.diffusion.models`, trained in place.
             sampler: that of the rollouts.
-            settings: defaults of every step.
-            diffusion: of trajectories.
-            total_steps: planned number of steps; decides the decay of the learning rate.
-            reference: model of the divergence; by default a copy of `model` as it is before the first step.
-            initial: loads version 0 again.
-            clock: records the phases of each step.
 
         Raises:
             ConfigError: the algorithm is unknown, does not take one of the options, or cannot train trajectories.
         """
         _check_algorithm(settings, diffusion)
-        self._model, self._sampler = model.eval(), sampler
-        self._settings, self._diffusion = settings, diffusion
-        self._clock = clock or NullClock()
-        self._device = next(model.parameters()).device
-        device = optimizer_device(model, settings.memory)
-        self.optimizer = ModelOptimizer(model, settings.optimizer, total_steps, device=device)
-        self.reference = ReferenceModel(model, initial, reference)
+        super().__init__(
+            model,
+            settings,
+            diffusion,
+            settings.optimizer,
+            total_steps=total_steps,
+            reference=reference,
+            initial=initial,
+            clock=clock,
+        )
+        self._sampler = sampler
 
     def step(
         self,
@@ -158,9 +138,8 @@ class DiffusionTrainer:
                 f"policy.diffusion.data_coefficient is {self._diffusion.data_coefficient:g}, and step {step} came "
                 "without samples of the dataset: give the run a dataset of videos, or set it to 0"
             )
-        self._prepare_reference(settings, step)
+        uses_reference = self._prepare_reference(settings, step)
         numbered, actions = number_actions(groups, self._sampler)
-        uses_reference = bool(algorithm.kl_coefficient)
         metrics = TokenMetrics()
         context = _StepContext(settings, self._diffusion, objective, actions, data, uses_reference, metrics)
         step_groups = compute_advantages(numbered, objective, step=step)
@@ -174,22 +153,8 @@ class DiffusionTrainer:
             **group_metrics(step_groups),
             **_rollout_metrics(minibatches, actions, step),
             **metrics.read(),
-            "grad_norm": results[-1].grad_norm,
-            "max_grad_norm": settings.optimizer.max_grad_norm,
-            "learning_rate": results[-1].learning_rate,
-            "skipped_step": float(any(result.skipped for result in results)),
+            **update_metrics(results, settings.optimizer),
         }
-
-    def _prepare_reference(self, settings: PolicySettings, step: int) -> None:
-        if not self.optimizer.num_steps:
-            self.reference.begin(step - 1)
-        algorithm = settings.algorithm
-        if algorithm.kl_coefficient:
-            self.reference.prepare(
-                step,
-                required_by=f"policy.algorithm.kl_coefficient = {algorithm.kl_coefficient:g}",
-                reset_every=algorithm.reference_reset_every,
-            )
 
     def _update(self, minibatches: Sequence[_Minibatch], context: _StepContext) -> list[UpdateResult]:
         """Make the optimizer updates of a step: in each pass, one of each minibatch."""
@@ -197,26 +162,13 @@ class DiffusionTrainer:
         if context.objective.old == "proximal":
             for minibatch in minibatches:
                 self._measure(minibatch, context)
-        results = list[UpdateResult]()
-        for number, minibatch in enumerate(updates, start=1):
-            try:
-                loss = self._accumulate(minibatch, context)
-            except ConfigError as error:
-                if not results:
-                    raise
-                raise StepBrokenError(f"update {number} of {len(updates)} of a step failed: {error}") from error
-            self._clock.enter("optimizer")
-            ends_step = number == len(updates)
-            results.append(self.optimizer.apply(loss, context.settings.optimizer, ends_step=ends_step))
-            self._clock.enter("other")
-        return results
+        return self._make(updates, lambda one: self._accumulate(one, context), context.settings.optimizer)
 
     # --- one update ------------------------------------------------------------------------------------------------
 
     def _accumulate(self, minibatch: _Minibatch, context: _StepContext) -> float:
         """Accumulate the gradient of one update. Returns its loss."""
-        self.optimizer.clear()
-        parts = list(_parts(minibatch.tokens, context.diffusion.actions_per_microbatch))
+        parts = list(parts_of(minibatch.tokens.num_tokens, context.diffusion.actions_per_microbatch))
         if len(parts) == 1:
             total = self._add_whole(minibatch, context, parts[0])
         elif parts:
@@ -236,9 +188,7 @@ class DiffusionTrainer:
         self._keep_first(minibatch, logprobs)
         if divergence is not None:
             loss = loss + self._divergence(divergence, minibatch, context, part)
-        self._clock.enter("backward")
-        torch.autograd.backward(loss)
-        return loss.detach()
+        return self._backward(loss)
 
     def _add_in_parts(self, minibatch: _Minibatch, context: _StepContext, parts: Sequence[Index]) -> Tensor:
         """Do the same in several microbatches: first the derivative of the loss by each log-density."""
@@ -260,28 +210,26 @@ class DiffusionTrainer:
             if divergence is not None:
                 term = self._divergence(divergence, minibatch, context, part)
                 surrogate, total = surrogate + term, total + term.detach()
-            self._clock.enter("backward")
-            torch.autograd.backward(surrogate)
+            self._backward(surrogate)
         return total
 
     def _add_data(self, data: CleanSamples, context: _StepContext) -> Tensor:
         """Add the gradient of DDRL's term, and report the norms of both parts. Returns the term, detached."""
         of_policy = {name: one.grad for name, one in self._model.named_parameters() if one.grad is not None}
-        context.metrics.add({"policy_grad_norm": _norm(of_policy.values()).reshape(1)})
+        context.metrics.add({"policy_grad_norm": norm_of(of_policy.values()).reshape(1)})
         for parameter in self._model.parameters():
             parameter.grad = None
         self._clock.enter("forward")
         state = noised(data.clean, data.noise, data.sigma)
         predicted = velocity(self._model, state, data.sigma, data.conditions)
         term = data_term(predicted, data.noise - data.clean, data.sigma).mean()
-        self._clock.enter("backward")
-        torch.autograd.backward(context.diffusion.data_coefficient * term)
+        total = self._backward(context.diffusion.data_coefficient * term)
         of_data = [one.grad for one in self._model.parameters() if one.grad is not None]
-        context.metrics.add({"data_grad_norm": _norm(of_data).reshape(1), "data_loss": term.reshape(1)})
+        context.metrics.add({"data_grad_norm": norm_of(of_data).reshape(1), "data_loss": term.reshape(1)})
         for name, parameter in self._model.named_parameters():
             if (mine := of_policy.get(name)) is not None:
                 parameter.grad = mine if parameter.grad is None else parameter.grad.add_(mine)
-        return context.diffusion.data_coefficient * term.detach()
+        return total
 
     # --- forward passes --------------------------------------------------------------------------------------------
 
@@ -321,7 +269,7 @@ class DiffusionTrainer:
         proximal = np.zeros(minibatch.tokens.num_tokens, np.float32)
         keeps_means = context.diffusion.ratio == "normalised"
         means = list[Tensor]()
-        for part in _parts(minibatch.tokens, context.diffusion.actions_per_microbatch):
+        for part in parts_of(minibatch.tokens.num_tokens, context.diffusion.actions_per_microbatch):
             found, predicted = self._predict(minibatch.tokens, part, context)
             proximal[part] = self._sampler.log_density(found, predicted.following).float().cpu().numpy()
             if keeps_means:
@@ -384,20 +332,6 @@ class _Predicted:
     steps: Tensor
     conditions: Conditions
     velocity: Tensor
-
-
-def _parts(tokens: TrainBatch, size: int) -> Iterator[Index]:
-    """Yield the positions of at most `size` actions each: whole trajectories where they fit.
-
-    Actions of one trajectory share nothing, so any division is exact; this one keeps the order.
-    """
-    for start in range(0, tokens.num_tokens, size):
-        yield np.arange(start, min(start + size, tokens.num_tokens), dtype=np.int64)
-
-
-def _norm(gradients: Any) -> Tensor:
-    found = list(gradients)
-    return total_norm(found).float() if found else torch.zeros(())
 
 
 def _check_algorithm(settings: PolicySettings, diffusion: DiffusionSettings) -> None:

@@ -246,6 +246,7 @@ class DiffusionEngine:
             if row.step == actions.start:
                 row.states.append(row.state.cpu())
             row.states.append(following.cpu())
+        if row.step in self._sampler.recorded:
             row.logprobs.append(logprob)
             row.versions.append(self._version)
         row.state, row.step = following, row.step + 1

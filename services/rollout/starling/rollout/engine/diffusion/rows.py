@@ -16,7 +16,8 @@ from starling.common.wire.messages import Status
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
 
 STATES: Final = "states"
-"""[completions, actions + 1, ...], from the first action's state to the last one's successor."""
+"""[completions, actions + 1, ...], from the first action's state to the last one's successor; absent
+without actions."""
 LATENTS: Final = "latents"
 """[completions, ...], where the trajectories end."""
 
@@ -49,16 +50,17 @@ class DiffusionGroup:
     """Trajectories that have ended, by their index."""
 
     def result(self, sampler: Sampler) -> GroupResult:
-        """Return the group's completions; each has a token for each action of the sampler, its number."""
+        """Return the group's completions; each has a token for each recorded step of the sampler, its number."""
         rows = [self.done[index] for index in range(self.request.num_completions)]
-        numbers = np.array(sampler.actions, np.int32)
+        numbers = np.array(sampler.recorded, np.int32)
         completions = tuple(
             Completion(numbers, np.array(row.logprobs, np.float32), np.array(row.versions, np.int32), Status.OK)
             for row in rows
         )
         tensors: dict[str, npt.NDArray[Any]] = {
             **self.request.tensors,
-            STATES: torch.stack([torch.stack(row.states) for row in rows]).numpy(),
             LATENTS: torch.stack([row.state.cpu() for row in rows]).numpy(),
         }
+        if sampler.actions:
+            tensors[STATES] = torch.stack([torch.stack(row.states) for row in rows]).numpy()
         return GroupResult(self.request.lease, np.array(self.request.prompt_ids, np.int32), completions, tensors)
