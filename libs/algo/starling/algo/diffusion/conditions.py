@@ -1,4 +1,6 @@
-"""What trajectories are conditioned on: embeddings of their prompts, and frames that are given.
+"""Tensors of groups of trajectories, by name: what they are conditioned on, and their states.
+
+Conditions are the embeddings of their prompts, and frames that are given.
 
 A prompt's embeddings travel without padding. Models are trained with prompts of one length, padded with zeros, and most
 of them attend to the padding: everything that computes a velocity pads to that length first, or the velocity of a
@@ -24,6 +26,11 @@ POOLED: Final = "pooled_embeddings"
 """float [P]."""
 FRAMES: Final = "given_frames"
 """float [C, F, H, W], clean latents of the first frames."""
+STATES: Final = "states"
+"""[trajectories, actions + 1, ...], from the first action's state to the last one's successor; absent without actions.
+Of the group, not of its prompt, as the next one."""
+LATENTS: Final = "latents"
+"""[trajectories, ...], where they end."""
 RANKS: Final = {TEXT: 2, TEXT_MASK: 1, POOLED: 1, FRAMES: 4}
 """Dimensions of each tensor of a prompt, by its name."""
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from starling.algo.diffusion.conditions import Conditions, joined
+from starling.algo.diffusion.conditions import (
+    LATENTS,
+    STATES,
+    Conditions,
+    conditions_of,
+    conditions_problem,
+    joined,
+)
 from starling.algo.diffusion.sampler import STORED, Sampler
 from starling.common.errors import ConfigError
 from starling.policy.train.data.groups import ScoredGroup
@@ -56,6 +65,30 @@ class DenoisedGroup:
             )
         if not bool(self.states.isfinite().all()):
             raise ConfigError(f"group {name!r} cannot be trained: a state is not finite")
+
+
+def read_group(
+    scored: ScoredGroup, tensors: Mapping[str, npt.NDArray[Any]], length: int, device: torch.device
+) -> DenoisedGroup:
+    """Return a group from the tensors that a rollout has sent with it.
+
+    Args:
+        scored: its tokens and rewards.
+        tensors: by name: the conditions of the prompt, and ``states``, ``latents`` or both, which stay on the host.
+        length: tokens of a text that the model was trained with.
+        device: of the conditions.
+
+    Raises:
+        ConfigError: a tensor is missing, or not in the form of its name.
+    """
+    prompt = {name: array for name, array in tensors.items() if name not in (STATES, LATENTS)}
+    if problem := conditions_problem(prompt, length):
+        raise ConfigError(f"group {scored.prompt_id!r} cannot be trained: {problem}")
+    found = {name: torch.from_numpy(tensors[name]) for name in (STATES, LATENTS) if name in tensors}
+    if not found:
+        raise ConfigError(f"group {scored.prompt_id!r} cannot be trained: it has neither {STATES} nor {LATENTS}")
+    states = found.get(STATES, torch.zeros(0, 0))
+    return DenoisedGroup(scored, states, conditions_of(prompt, length, device), found.get(LATENTS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from starling.algo.diffusion.conditions import Conditions
+from starling.algo.diffusion.conditions import LATENTS, STATES, Conditions
 from starling.algo.diffusion.sampler import Sampler
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
-
-STATES: Final = "states"
-"""[completions, actions + 1, ...], from the first action's state to the last one's successor; absent
-without actions."""
-LATENTS: Final = "latents"
-"""[completions, ...], where the trajectories end."""
 
 
 @dataclass(slots=True, eq=False)
