@@ -13,6 +13,7 @@ from tiny_diffusion import CHANNELS, FAMILIES, NUM_TEXT_TOKENS, TEXT_WIDTH
 
 from starling.algo.diffusion.sampler import make_sampler
 from starling.common.errors import ConfigError
+from starling.common.settings import LoraSettings
 from starling.common.wire.messages import Sampling
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.diffusion import DiffusionSettings
@@ -21,10 +22,12 @@ from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.diffusion.groups import DenoisedGroup, read_group
 from starling.policy.train.diffusion.trainer import DiffusionTrainer
+from starling.policy.train.model.load import version_tensors
 from starling.rollout.engine.base import GroupRequest, GroupResult
 from starling.rollout.engine.diffusion.engine import DiffusionEngine
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.tensors.adapters import add_adapters, base_digest, base_tensors
 from starling.weightsync.tensors.modules import layout_of
 
 SHAPE = (CHANNELS, 2, 8, 8)
@@ -94,6 +97,40 @@ def finish(engine: DiffusionEngine) -> DenoisedGroup:
             assert isinstance(result, GroupResult), result
             return scored(result)
     raise AssertionError("the group does not end")
+
+
+def test_adapters_alone_are_trained_published_and_adopted() -> None:
+    """The reference of the divergence is then the model with its first adapters, which add nothing."""
+    lora = LoraSettings(rank=2, alpha=4.0, targets=("to_q", "to_k", "to_v", "to_out.0"))
+    torch.manual_seed(0)
+    model, copy = FAMILIES["wan"](num_layers=1), FAMILIES["wan"](num_layers=1)
+    copy.load_state_dict(model.state_dict())
+    for seed, one in enumerate((model, copy)):
+        add_adapters(one, lora, seed=seed)
+    base = {name: tensor.clone() for name, tensor in base_tensors(model)}
+    settings = PolicySettings(
+        algorithm=AlgorithmSettings(kl_coefficient=0.01), optimizer=OptimizerSettings(learning_rate=1e-2)
+    )
+    trainer = DiffusionTrainer(model, SAMPLER, settings, DiffusionSettings(actions_per_microbatch=10), total_steps=3)
+    tensors = version_tensors(model)
+    assert tensors
+    assert all("lora_" in name for name in tensors)
+    engine = DiffusionEngine(
+        copy.eval().requires_grad_(False), SAMPLER, SHAPE, text_length=NUM_TEXT_TOKENS, base=base_digest(copy, lora)
+    )
+    layout = layout_of(tensors, "policy-0", base=base_digest(model, lora))
+    with closing(engine), Publisher(layout, transport="local") as publisher:
+        plan = make_plan(publisher.layout, engine.layout())
+        for step in range(3):
+            offer = publisher.publish(step, tensors)
+            engine.pull(offer, plan, deadline_s=60.0, cancelled=lambda: False, progress=lambda _: None)
+            assert engine.adopt("keep").proven
+            engine.add(request(step, count=4))
+            metrics = trainer.step([finish(engine)], step=step + 1)
+            assert max(value for name, value in metrics.items() if name.startswith("ratio_error/")) < 2e-5
+            assert (metrics["reference_kl"] > 0.0) == (step > 0), "the first adapters add nothing"
+    for name, tensor in base_tensors(model):
+        assert torch.equal(tensor, base[name]), name
 
 
 def test_ratios_of_an_engines_own_version_are_1() -> None:

@@ -60,7 +60,7 @@ def add_adapters(model: torch.nn.Module, spec: AdapterSpec, *, seed: int) -> Non
     `model` keeps its identity and class; only its layers with an adapter are replaced by peft's.
 
     Args:
-        model: a transformers model on the CPU, so that every device gets the same adapters.
+        model: of transformers or diffusers, on the CPU, so that every device gets the same adapters.
         spec: the layers with adapters, and their form.
         seed: seed of the initial adapters; the global generator is not changed.
 
@@ -222,8 +222,7 @@ def _check_embeddings(model: torch.nn.Module, *, tied: bool) -> None:
             raise ConfigError(
                 f"model.lora.targets include {name}, an embedding: list it in model.lora.modules_to_save instead"
             )
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
-    for end in ends if tied else ():
+    for end in _ends(model) if tied else ():
         if id(end) in adapted:
             raise ConfigError(
                 f"[model.lora] names {adapted[id(end)]}, whose weights are both the model's input and its output "
@@ -232,5 +231,12 @@ def _check_embeddings(model: torch.nn.Module, *, tied: bool) -> None:
 
 
 def _tied_embeddings(model: torch.nn.Module) -> bool:
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    first, last = _ends(model)
     return last is not None and getattr(first, "weight", None) is getattr(last, "weight", first)
+
+
+def _ends(model: torch.nn.Module) -> tuple[Any, Any]:
+    """Return the layers that a language model begins and ends with; None for those that it does not have."""
+    found = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
+    first, last = (None if get is None else get() for get in found)
+    return first, last

@@ -33,6 +33,7 @@ from starling.rollout.engine.base import (
 from starling.rollout.engine.diffusion.noise import INITIAL, normal
 from starling.rollout.engine.diffusion.rows import DiffusionGroup, Row
 from starling.rollout.engine.weights import LiveWeights
+from starling.weightsync.tensors.adapters import published_tensors
 from starling.weightsync.tensors.modules import layout_of
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class DiffusionEngine:
         same_start: bool = False,
         version: int = 0,
         name: str = "rollout-0",
+        base: str = "",
         digests: DigestMode = "full",
         serving: ServingOptions | None = None,
     ) -> None:
@@ -78,6 +80,7 @@ class DiffusionEngine:
             same_start: all trajectories of a group begin with the same noise.
             version: the version of the weights in place.
             name: the replica's name, for its layout.
+            base: digest of the weights below adapters, from `base_digest`.
             digests: how pulled versions are verified.
             serving: how versions that are pulled are served to others.
 
@@ -99,7 +102,9 @@ class DiffusionEngine:
         self._rows: list[Row] = []
         self._num_steps = 0
         self._paused = False
-        self._weights = LiveWeights(layout_of(self.tensors(), name), self.tensors, digests=digests, serving=serving)
+        self._weights = LiveWeights(
+            layout_of(self.tensors(), name, base=base), self.tensors, digests=digests, serving=serving
+        )
 
     @property
     def num_running(self) -> int:
@@ -284,10 +289,11 @@ class DiffusionEngine:
         return self._weights.layout
 
     def tensors(self) -> Mapping[str, Any]:
-        """Return the live weights by name: diffusers' modules have those of its files."""
+        """Return the live weights by name, those of the adapters if it has any: diffusers' modules have the names of
+        its files."""
         saved = self._model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in saved}
-        return {**dict(self._model.named_parameters()), **buffers}
+        return published_tensors(self._model, {**dict(self._model.named_parameters()), **buffers})
 
     def pull(
         self,
