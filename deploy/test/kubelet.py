@@ -68,6 +68,7 @@ class Node:
                 entry = tarfile.TarInfo(name)
                 entry.type, entry.mode = tarfile.DIRTYPE, 0o755
                 tar.addfile(entry)
+        self.close()  # what is left of a test that was killed
         host.docker("import", folder / "empty.tar", IMAGE)
         host.docker("network", "create", "--subnet", f"{SUBNET}.0/24", NETWORK)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -96,13 +97,23 @@ def write_prometheus(folder: Path, alertmanager: str, run: Mapping[str, str]) ->
     return path
 
 
+def with_templates(program: str) -> list[str]:
+    """Return the command of Alertmanager: Debian's reads its templates in /usr/share, also when it is only unpacked."""
+    templates = Path(program).parents[1] / "share/prometheus"
+    if Path("/usr/share/prometheus").exists() or not templates.exists():
+        return [program]
+    place = 'mount -t tmpfs none /usr/share && mkdir /usr/share/prometheus && mount --bind "$0" /usr/share/prometheus'
+    namespaces = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]
+    return ["unshare", *namespaces, "sh", "-c", f'{place} && exec "$@"', str(templates), program]
+
+
 def start_monitoring(
     stack: ExitStack, folder: Path, programs: Mapping[str, str], run: Mapping[str, str], webhooks: str
 ) -> str:
     """Start Alertmanager and Prometheus. Returns the address of Prometheus, once it has scraped the run."""
     prometheus, manager = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     command = [
-        programs["prometheus-alertmanager"],
+        *with_templates(programs["prometheus-alertmanager"]),
         f"--config.file={write_alertmanager(folder, webhooks)}",
         f"--storage.path={folder / 'alertmanager'}",
         f"--web.listen-address={manager}",
