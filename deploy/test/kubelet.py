@@ -74,7 +74,7 @@ class Node:
 
     def close(self) -> None:
         """Remove the containers and the network."""
-        found = self._host.docker("ps", "--all", "--quiet", "--filter", f"ancestor={IMAGE}").split()
+        found = self._host.docker("ps", "--all", "--quiet", "--filter", f"label={NETWORK}").split()
         if found:
             self._host.docker("rm", "--force", *found, check=False)
         self._host.docker("network", "rm", NETWORK, check=False)
@@ -167,7 +167,7 @@ class Node:
         context, own = pod.spec["securityContext"], container["securityContext"]
         assert own["readOnlyRootFilesystem"]
         assert own["capabilities"] == {"drop": ["ALL"]}
-        words = ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        words = ["--label", NETWORK, "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         words += ["--user", f"{context['runAsUser']}:{context['runAsGroup']}", "--group-add", str(context["fsGroup"])]
         words += ["--memory", container["resources"]["limits"]["memory"].replace("Gi", "g").replace("Mi", "m")]
         for folder in (*SYSTEM, *program_folders()):
