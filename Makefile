@@ -148,9 +148,10 @@ $(RELEASE): release/requirements.txt
 	$(RELEASE_VENV)/bin/python -m pip install --quiet --requirement release/requirements.txt
 	touch $@
 
-# The locked file, resolved anew under constraints.txt.
+# The locked file, resolved anew under constraints.txt, and the versions of the images for GPUs.
 lock: $(DEV)
 	$(BIN)/python release/lock.py $(if $(PIP_FIND_LINKS),,--torch-backend=cpu)
+	deploy/images/lock-cuda
 
 # What is published, into dist/: wheels and sdists of all members and of starling-rl, which were installed and run in an
 # empty environment, the software bill of materials, and the checksums (docs/how-to/release.md).

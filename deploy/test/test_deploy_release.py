@@ -86,3 +86,32 @@ def test_extras_of_starling_rl_can_be_installed(dist: Path) -> None:
     assert done.returncode == 0, done.stderr
     resolved = {line.partition("==")[0] for line in done.stdout.splitlines()}
     assert {"starling-cli", "diffusers", "s3fs", "tensorboard", "wandb", "trackio", "lm-eval", "torchao"} <= resolved
+
+
+@pytest.mark.parametrize(
+    ("member", "extras"),
+    [
+        ("services/policy", ()),
+        ("services/rollout", ("vllm",)),
+        ("services/reward", ("media", "models")),
+        ("libs/weightsync", ("ucx", "vllm")),
+        ("libs/weightsync", ("ucx", "nixl")),
+    ],
+)
+def test_members_can_be_installed_for_gpus(member: str, extras: tuple[str, ...], tmp_path: Path) -> None:
+    """With the index's own torch, which is for CUDA, as the images of the variant `cuda` install it.
+
+    vLLM pins a torch, whose CUDA bindings must be those of UCX.
+    """
+    torch = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    command = [str(ROOT / ".venv/bin/uv"), "pip", "compile", "--quiet", "--no-annotate", "--python-version", "3.11"]
+    command += ["--python-platform", "x86_64-manylinux_2_31", "--constraint", "deploy/images/constraints.cuda.txt"]
+    command += [part for extra in extras for part in ("--extra", extra)]
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_FIND_LINKS")}
+    done = subprocess.run(
+        [*command, f"{member}/pyproject.toml"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert torch[0] in done.stdout.splitlines()
+    assert "cuda-bindings==13" in done.stdout

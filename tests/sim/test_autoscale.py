@@ -124,7 +124,7 @@ def test_idle_rollouts_are_taken_away_under_every_mix(mix: str, seeds: range) ->
 )
 def test_number_stays_within_its_bounds(rule: AutoscaleRule, first: int, settled: int, seeds: range) -> None:
     for seed in seeds:
-        seen = numbers(run(scenario(seed, MIXES["deaths"], first, rule, num_steps=60)))
+        seen = numbers(run(scenario(seed, MIXES["deaths"], first, rule, num_steps=120)))
         assert seen[-1] == settled, f"seed {seed}: {seen}"
 
 
