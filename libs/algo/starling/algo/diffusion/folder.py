@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +52,8 @@ class PipelineFolder:
     """Pixels per latent, in height and in width."""
     temporal: int
     """Frames per latent frame, after the first; 1 for images."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Class of each part, by its name; without those that are left out."""
 
     @property
     def text_length(self) -> int:
@@ -102,7 +104,21 @@ def read_pipeline(path: Path) -> PipelineFolder:
     vae = _read(path / "vae" / CONFIG, "the VAE's configuration says the shapes of latents: save the pipeline with it")
     spatial, temporal = _factors(vae, path / "vae" / CONFIG)
     temporal = 1 if transformer in _TIMELESS else temporal
-    return PipelineFolder(path, transformer, str(classes["scheduler"]), channels, spatial, temporal)
+    parts = {name: str(cls) for name, cls in classes.items()}
+    return PipelineFolder(path, transformer, parts["scheduler"], channels, spatial, temporal, parts)
+
+
+def transformer_width(folder: PipelineFolder, setting: str) -> int:
+    """Return a width in the configuration of a pipeline's transformer.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    path = folder.path / "transformer" / CONFIG
+    width = _read(path, "restore the file").get(setting)
+    if type(width) is not int or width < 1:
+        raise ConfigError(f"{str(path)!r} has {setting} {width!r}: restore the file")
+    return width
 
 
 def _factors(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
