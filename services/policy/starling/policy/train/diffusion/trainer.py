@@ -197,8 +197,7 @@ class DiffusionTrainer(DiffusionModelTrainer):
                 self._log_densities(*self._predict(minibatch.tokens, part, context), minibatch, context, number, part)
                 for number, part in enumerate(parts)
             ]
-        order = torch.from_numpy(np.argsort(np.concatenate(parts), kind="stable")).to(self._device)
-        leaf = torch.cat(found)[order].requires_grad_()
+        leaf = torch.cat(found).requires_grad_()
         loss = self._loss(minibatch, context, leaf)
         (derivative,) = torch.autograd.grad(loss, leaf)
         self._keep_first(minibatch, leaf)

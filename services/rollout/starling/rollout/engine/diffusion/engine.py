@@ -31,7 +31,7 @@ from starling.rollout.engine.base import (
     RequestError,
 )
 from starling.rollout.engine.diffusion.noise import INITIAL, normal
-from starling.rollout.engine.diffusion.rows import DiffusionGroup, Row
+from starling.rollout.engine.diffusion.rows import DiffusionGroup, RunningTrajectory
 from starling.rollout.engine.weights import LiveWeights
 from starling.weightsync.tensors.adapters import published_tensors
 from starling.weightsync.tensors.modules import layout_of
@@ -99,7 +99,7 @@ class DiffusionEngine:
         self._version = version
         self._waiting: OrderedDict[str, DiffusionGroup] = OrderedDict()
         self._running: dict[str, DiffusionGroup] = {}
-        self._rows: list[Row] = []
+        self._rows: list[RunningTrajectory] = []
         self._num_steps = 0
         self._paused = False
         self._weights = LiveWeights(
@@ -217,7 +217,9 @@ class DiffusionEngine:
             for index in range(request.num_completions):
                 start = 0 if self._same_start else index
                 noise = normal(request.sampling.seed, start, INITIAL, self._shape)
-                self._rows.append(Row(group, index, noise.to(STORED[self._sampler.stored]).to(self._device)))
+                self._rows.append(
+                    RunningTrajectory(group, index, noise.to(STORED[self._sampler.stored]).to(self._device))
+                )
 
     def _mixes(self, group: DiffusionGroup) -> bool:
         """Return whether the group can be computed with those that run: given frames have to be of one shape."""
@@ -229,7 +231,7 @@ class DiffusionEngine:
         )
         return mine == theirs
 
-    def _noise(self, row: Row) -> Tensor:
+    def _noise(self, row: RunningTrajectory) -> Tensor:
         if self._sampler.levels[row.step] == 0.0:
             return torch.zeros(self._shape)
         return normal(row.group.request.sampling.seed, row.index, row.step, self._shape)
@@ -244,7 +246,7 @@ class DiffusionEngine:
         given = replace(empty, frames=conditions.frames)
         return guided(found, velocity(self._model, state, sigma, given), self._guidance)
 
-    def _record(self, row: Row, following: Tensor, logprob: float) -> None:
+    def _record(self, row: RunningTrajectory, following: Tensor, logprob: float) -> None:
         """Record a step of a trajectory, whose next state is `following`."""
         actions = self._sampler.actions
         if row.step in actions:

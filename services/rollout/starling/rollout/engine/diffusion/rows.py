@@ -17,7 +17,7 @@ from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class RunningTrajectory:
     """One trajectory."""
 
     group: DiffusionGroup
@@ -40,7 +40,7 @@ class DiffusionGroup:
     request: GroupRequest
     conditions: Conditions
     """Those of its prompt, with a batch axis of 1."""
-    done: dict[int, Row] = field(default_factory=dict)
+    done: dict[int, RunningTrajectory] = field(default_factory=dict)
     """Trajectories that have ended, by their index."""
 
     def result(self, sampler: Sampler) -> GroupResult:
