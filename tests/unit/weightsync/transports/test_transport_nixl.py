@@ -80,7 +80,7 @@ def test_missing_nixl_names_the_remedy() -> None:
         "arena.close()"
     )
     assert done.stdout.startswith("NIXL is not available (")
-    assert "run pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1" in done.stdout
+    assert "run pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1" in done.stdout
     assert done.stdout.strip().endswith("or choose transport 'ucx', 'tcp' or 'local'.")
 
 
@@ -89,6 +89,17 @@ def test_unsupported_version_is_refused(version: str) -> None:
     with pytest.raises(WeightsError, match=rf"NIXL {version} is installed, expected >=1\.5, <1\.6"):
         SUPPORTED.check(version)
     SUPPORTED.check("1.5.1")
+
+
+@needs_nixl
+def test_nixl_is_found_beside_the_bindings_of_cuda() -> None:
+    """UCXX brings cuda.bindings. NIXL takes its build for the CUDA of these, once the process has imported them."""
+    done = run_python(
+        "import cuda.bindings\n"
+        "from starling.weightsync.transports.nixl.agent import load_nixl\n"
+        "print(load_nixl().__name__)\n"
+    )
+    assert done.stdout.startswith("nixl_cu13."), done.stderr
 
 
 @needs_nixl

@@ -67,8 +67,8 @@ def load_nixl() -> Any:
         version = importlib.metadata.version("nixl")
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         raise WeightsError(
-            f"NIXL is not available ({error}): run pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 "
-            "(nixl-cu13 with CUDA 13), or choose transport 'ucx', 'tcp' or 'local'."
+            f"NIXL is not available ({error}): run pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1 "
+            "(nixl-cu12 with a torch for CUDA 12), or choose transport 'ucx', 'tcp' or 'local'."
         ) from error
     SUPPORTED.check(version)
     if first:  # its import sets up logging for the whole process, to stdout, from INFO upwards
