@@ -36,10 +36,14 @@ GET_UV = grep '^uv==' constraints.locked.txt > $(VENV)/uv.txt && \
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(VENV)/uv.txt
 endif
 
-.PHONY: demo smoke test test-all checks lint types imports unit processes parallel test-gpu explore sim system vllm bench bench-record bench-check figures docs schema site test-docs test-deploy install lock release clean
+.PHONY: demo demo-world smoke test test-all checks lint types imports unit processes parallel test-gpu explore sim system vllm bench bench-record bench-check figures docs schema site test-docs test-deploy install lock release clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
+
+# Tiny video models, trained with rewards of a service of its own; needs the packages of `make install`.
+demo-world: $(DEV)
+	$(BIN)/python recipes/world/demo.py
 
 smoke: $(STAMP)
 	$(BIN)/starling smoke

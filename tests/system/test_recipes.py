@@ -45,6 +45,20 @@ def test_every_recipe_resolves(tmp_path: Path) -> None:
         assert load_recipe([path], flags).run.name == path.stem
 
 
+def test_every_recipe_of_a_diffusion_model_resolves(tmp_path: Path) -> None:
+    pipeline = tmp_path / "pipeline"
+    for part in ("transformer", "vae"):
+        (pipeline / part).mkdir(parents=True)
+        (pipeline / part / "config.json").write_text("{}")
+    (pipeline / "transformer" / "diffusion_pytorch_model.safetensors").touch()
+    (pipeline / "model_index.json").write_text("{}")
+    recipes = sorted(path for path in (RECIPES / "world").glob("*.toml") if path.stem != "rewards")
+    assert recipes
+    for path in recipes:
+        flags = [] if path.stem.startswith("tiny-") else ["--model.path", str(pipeline), "--data.source", "a.jsonl"]
+        assert load_recipe([path], flags).run.name == path.stem
+
+
 @pytest.mark.campaign
 def test_quickstart_writes_its_results(tmp_path: Path) -> None:
     command = Command(tmp_path, "run", str(RECIPES / "quickstart.toml"), "--rl.num-steps", "60")

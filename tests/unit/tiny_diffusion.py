@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from starling.algo.diffusion.conditions import Conditions
+from starling.algo.diffusion.text.scratch import WIDTH
+from starling.policy.settings.diffusion import DiffusionSettings
+from starling.policy.settings.policy import PolicySettings
 
-TEXT_WIDTH: Final = 12
+TEXT_WIDTH: Final = WIDTH
 NUM_TEXT_TOKENS: Final = 5
 CHANNELS: Final = 4
 
@@ -136,3 +139,8 @@ def conditions(name: str, batch: int = 2, seed: int = 7) -> Conditions:
     mask[-1, -2:] = False
     pooled = torch.randn((batch, 6), generator=generator) if name == "sd3" else None
     return Conditions(text * mask.unsqueeze(-1), mask, pooled)
+
+
+def with_diffusion(settings: PolicySettings, diffusion: DiffusionSettings) -> PolicySettings:
+    """Return `settings` with this section."""
+    return settings.model_copy(update={"diffusion": diffusion})

@@ -242,6 +242,19 @@ def test_buffers_must_match_their_description(tag: str) -> None:
             decode(wrong)
 
 
+def test_group_to_score_has_the_latents_that_it_describes() -> None:
+    latents = messages.TensorMeta(dtype="float16", shape=(1, 1, 1, 2), nbytes=4, name="latents")
+    made = messages.CompletionText(text="", status=messages.Status.OK, num_tokens=3)
+    message = messages.ScoreGroup(
+        lease="score:t0:0", prompt=messages.Prompt(id="p"), completions=(made,), tensors=(latents,)
+    )
+    frames = codec.pack(ENVELOPE, message, (b"\x01\0\0\0",))
+    assert codec.unpack_down(frames) == message
+    for wrong in (frames[:-1], [*frames, b"more"], [*frames[:-1], b"\x01"]):
+        with pytest.raises(WireError, match="ScoreGroup does not describe the sizes"):
+            codec.unpack_down(wrong)
+
+
 def test_limits_are_checked_before_decoding() -> None:
     big = b"\xc1" * (codec.MAX_MESSAGE_BYTES + 1)
     with pytest.raises(WireError, match="over the limit"):

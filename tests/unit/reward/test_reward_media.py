@@ -268,10 +268,10 @@ def test_run_without_media_refuses_scorers_of_media_at_the_start(scorer: dict[st
     needed = {"scorers": [{"name": "exact_match"}, {"name": "brightness", **scorer}]}
     check_scorers(RewardSettings.model_validate(needed))
     if not refused:
-        check_scorers(RewardSettings.model_validate(needed), only_texts=True)
+        check_scorers(RewardSettings.model_validate(needed), inputs=("text",))
         return
     with pytest.raises(ConfigError, match="Scorer 'brightness' reads pixels, and the completions of a run are texts"):
-        check_scorers(RewardSettings.model_validate(needed), only_texts=True)
+        check_scorers(RewardSettings.model_validate(needed), inputs=("text",))
 
 
 @pytest.mark.parametrize("level", ALL)

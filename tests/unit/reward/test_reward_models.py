@@ -35,7 +35,7 @@ def test_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_every_reward_model_is_a_class_of_its_module() -> None:
     for name, model in REWARD_MODELS.items():
-        assert name in (*COSMOS_TYPES, "judge", "reward_model", "verifiers_rubric")
+        assert name in (*COSMOS_TYPES, "judge", "reward_model", "service", "verifiers_rubric")
         module, _, attribute = model.scorer.partition(":")
         assert isinstance(getattr(importlib.import_module(module), attribute), type)
 

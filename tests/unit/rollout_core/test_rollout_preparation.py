@@ -157,3 +157,28 @@ def test_wait_of_queued_prompts_restarts_when_a_thread_begins() -> None:
     assert -wait.since_s >= released_at
     permits.release(NUM_THREADS + 1)
     preparation.close()
+
+
+def test_texts_of_a_diffusion_model_are_prepared_in_threads() -> None:
+    """And what is said of slow ones names their embeddings."""
+    put: queue.Queue[Any] = queue.Queue()
+    released, main = threading.Event(), threading.current_thread()
+
+    def encode(prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
+        assert threading.current_thread() is not main
+        assert released.wait(WITHIN_S)
+        return [0], {"text_embeddings": prompt.text}
+
+    preparation = PromptPreparation(encode, put.put, 60.0, product="embeddings", has_texts=True)
+    late, text = group("late", media=False), group("text", media=False)
+    assert preparation.begin(late) is None
+    (wait,) = preparation.waits(1e12)
+    assert wait.what == "embeddings of prompts"
+    assert preparation.expire(1e12) == [("late", "its embeddings could not be read within 60 s")]
+    assert preparation.begin(text) is None
+    released.set()
+    found = {done.message.lease: done for done in (put.get(timeout=WITHIN_S), put.get(timeout=WITHIN_S))}
+    assert found["text"] == PreparedPrompt(text, [0], {"text_embeddings": "text"})
+    assert preparation.take("text")
+    assert not preparation.take("late")
+    preparation.close()

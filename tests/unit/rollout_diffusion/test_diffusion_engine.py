@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_diffusion import CHANNELS, FAMILIES, IMAGES, NUM_TEXT_TOKENS, TEXT_WIDTH, tiny
 
-from starling.algo.diffusion.conditions import RANKS, conditions_of
+from starling.algo.denoising import RANKS
+from starling.algo.diffusion.conditions import conditions_of
 from starling.algo.diffusion.flow import guided
 from starling.algo.diffusion.models import velocity
 from starling.algo.diffusion.sampler import Sampler, make_sampler

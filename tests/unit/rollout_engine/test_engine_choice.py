@@ -64,7 +64,7 @@ def test_make_engine_builds_the_embedded_engine_by_name(folder: Path) -> None:
     ("name", "complaint"),
     [
         ("transformer", "rollout.engine = 'transformer' is not an engine; did you mean 'transformers'?"),
-        ("sglang-x", "choose transformers, vllm, or `module:Class` for your own"),
+        ("sglang-x", "choose transformers, vllm, diffusion, or `module:Class` for your own"),
         ("nowhere.py:Mine", "there is no file"),
         ("json:Mine", "Engine 'json:Mine': no 'Mine' in there"),
     ],

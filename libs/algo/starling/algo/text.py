@@ -47,6 +47,13 @@ def prompt_text(tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any
     return conversation_text(tokenizer, conversation(prompt), tools, of=f"prompt {prompt.id!r}")
 
 
+def plain_text(prompt: Prompt) -> str:
+    """Return the prompt's text, or its messages' contents separated by blank lines: without a chat template."""
+    if not prompt.messages:
+        return prompt.text
+    return "\n\n".join(message.content for message in prompt.messages)
+
+
 def conversation(prompt: Prompt) -> list[dict[str, Any]]:
     """Return the messages of `prompt` in the format of chat templates."""
     return [

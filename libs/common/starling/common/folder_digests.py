@@ -29,6 +29,8 @@ _PREFERRED: Final = frozenset({"model.safetensors", "model.safetensors.index.jso
 _ADAPTER: Final = "adapter_config.json"
 _TEMPLATES: Final = "additional_chat_templates"
 """Subfolder in which transformers looks for chat templates; one of them, `default`, replaces that of the tokenizer."""
+_PIPELINE: Final = "model_index.json"
+"""Of a folder of diffusers, which has each part of a pipeline in a subfolder."""
 _UNREAD: Final = (
     *("README", "LICENSE", "NOTICE", ".md", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg"),
     *(".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot", ".pth", "optimizer.pt", "scheduler.pt"),
@@ -90,9 +92,10 @@ def model_digest(folder: Path) -> str:
     """Return one digest of the files of a model folder that an engine reads: 32 hexadecimal digits.
 
     It is that of the names and digests of all files in it, and equal for copies. Left out are those that no engine
-    reads (`_UNREAD`, `_OF_TOOLS`), weights that are not loaded, and subfolders but that of chat templates. Digests that
-    the folder has are used: compare them first (`check_digests`). Other files are read, at the speed of the disk or, in
-    memory, of some GB/s; a thread of its own can do that.
+    reads (`_UNREAD`, `_OF_TOOLS`), weights that are not loaded, and subfolders but that of chat templates and, of a
+    pipeline of diffusers, those of its parts. Digests that the folder has are used: compare them first
+    (`check_digests`). Other files are read, at the speed of the disk or, in memory, of some GB/s; a thread of its own
+    can do that.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -100,6 +103,8 @@ def model_digest(folder: Path) -> str:
     try:
         listed = _listed(folder) if (folder / DIGESTS).is_file() else {}
         found = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*.jinja")]
+        if (folder / _PIPELINE).is_file():
+            found += (path for path in folder.glob("*/*") if not path.parent.name.startswith("."))
         files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
         files.pop(DIGESTS, None)
         unread = (*_UNREAD, *_unloaded_weights(files))

@@ -98,16 +98,20 @@ def check_named_files(folder: Path, *, runs_code: bool = False) -> None:
                 raise ConfigError(f"{folder / name} has {key:.100} = {value!r:.200}, {problem}")
 
 
-def check_links(folder: Path) -> None:
+def check_links(folder: Path, *, root: Path | None = None) -> None:
     """Refuse links out of the folder, but for those of weights, and those into the blobs of a hub's cache.
 
     Other files are small, so that they can be copied; an export copies some of them, and any file could be behind a
     link. Weights are large, and nothing but tensors is taken from them.
 
+    Args:
+        folder: whose files are checked.
+        root: the folder that links may not leave, if it is not `folder` itself but contains it.
+
     Raises:
         ConfigError: the text names the link.
     """
-    home = folder.resolve()
+    home = (root or folder).resolve()
     places = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         is_left_alone = path.name.endswith(_INDEXED) or not path.is_file()

@@ -54,6 +54,7 @@ SECTIONS = (
     "network",
     "observe",
     "model",
+    "diffusion",
     "weights",
     "data",
     "sft",

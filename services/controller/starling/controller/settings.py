@@ -327,6 +327,8 @@ class ControllerSettings(SettingsSection):
     fan_out: bool = False
     """In a run that trains nothing: a policy publishes the weights of the model folder, and the rollouts pull them. Set
     by `launch.fan_out`."""
+    denoising: bool = False
+    """Completions are denoising trajectories of a diffusion model. Set by [diffusion]."""
     num_scorers: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Limit on the scores of a completion, if it is more than 64. Set by `reward.scorers`."""
     trained_scorers: tuple[TrainedScorerSettings, ...] = ()
@@ -424,7 +426,12 @@ class ControllerProcess(ServiceSettings):
         has_teacher = self.controller.num_teachers > 0
         return recording_problem(sampling, rl.group_size) or (
             step_problem(
-                rl.prompts_per_step, rl.group_size, sampling, has_teacher=has_teacher, scorers=self.trained_scorers
+                rl.prompts_per_step,
+                rl.group_size,
+                sampling,
+                has_teacher=has_teacher,
+                scorers=self.trained_scorers,
+                denoises=self.controller.denoising,
             )
             if self.kind.trains
             else ""

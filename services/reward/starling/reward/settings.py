@@ -40,6 +40,11 @@ MIN_MEMORY_MB: Final = 128
 
 CODE: Final = "code"
 JUDGE: Final = "judge"
+SERVICE: Final = "service"
+_SECRETS: Final = {JUDGE: "api_key_variable", SERVICE: "token_variable"}
+"""By the name of a scorer that asks over the network, the option that names the variable with its secret."""
+_SERVICE_URLS: Final = ("REMOTE_REWARD_ENQUEUE_URL", "WFM_REWARD_ENQUEUE_URL")
+"""Variables with the URL of a service, one of which a scorer without the option `url` needs."""
 
 
 class ScorerSettings(SettingsSection):
@@ -47,11 +52,11 @@ class ScorerSettings(SettingsSection):
 
     name: str
     """A built-in scorer (exact_match, prefix_match, regex, choice, gsm8k, math, code, format, json_schema, length,
-    overlong, repetition, environment, reward_model, judge, verifiers_rubric; of pixels brightness, target_colour,
-    colourfulness, motion, smoothness, flicker, first_frame_consistency, sharpness, jpeg_compressibility, ocr; of
-    latents latent_target; published models: pickscore, hpsv2, hpsv3, image_reward, cosmos_reason1, dance_grpo,
-    gen_eval, unified_reward), `reasoning_gym:<task>`, an installed plug-in, or your own function or class as
-    `module:function` or `path/to/file.py:Class`."""
+    overlong, repetition, environment, reward_model, judge, service, verifiers_rubric; of pixels brightness,
+    target_colour, colourfulness, motion, smoothness, flicker, first_frame_consistency, sharpness,
+    jpeg_compressibility, ocr; of latents latent_target; published models: pickscore, hpsv2, hpsv3, image_reward,
+    cosmos_reason1, dance_grpo, gen_eval, unified_reward), `reasoning_gym:<task>`, an installed plug-in, or your own
+    function or class as `module:function` or `path/to/file.py:Class`."""
     weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """The reward is the sum of the scores times their weights. With 0 the score is only observed."""
     use: Literal["training", "evaluation"] = "training"
@@ -101,15 +106,18 @@ class ScorerSettings(SettingsSection):
         return self
 
     @model_validator(mode="after")
-    def _judge_needs_network(self) -> Self:
-        if self.name != JUDGE:
+    def _network_is_declared(self) -> Self:
+        if self.name not in _SECRETS:
             return self
-        variable = self.options.get("api_key_variable", "")
-        if not self.needs.network or (variable and variable not in self.needs.variables):
-            variables = f', variables = ["{variable}"]' if variable else ""
-            raise ConfigError(
-                f"Scorer 'judge' asks a model over the network: declare `needs = {{ network = true{variables} }}`."
-            )
+        variable = self.options.get(_SECRETS[self.name], "")
+        wanted = [str(variable)] if variable else []
+        if self.name == SERVICE and not self.options.get("url") and not set(_SERVICE_URLS) & set(self.needs.variables):
+            wanted.append(_SERVICE_URLS[0])
+        if not self.needs.network or not set(wanted) <= set(self.needs.variables):
+            named = ", ".join(f'"{one}"' for one in wanted)
+            needs = f"{{ network = true{f', variables = [{named}]' if wanted else ''} }}"
+            asked = "a model" if self.name == JUDGE else "another service"
+            raise ConfigError(f"Scorer {self.name!r} asks {asked} over the network: declare `needs = {needs}`.")
         return self
 
     @model_validator(mode="after")
@@ -178,6 +186,9 @@ class RewardSettings(SettingsSection):
     """Decoding of latents, for scorers that read pixels."""
     http: HttpSettings = HttpSettings()
     """Rewards over HTTP."""
+    max_media_mb: int = Field(default=4096, ge=1, le=MAX_MIB)
+    """Limit on the latents of a run's groups that are scored at a time, with the pixels that they are decoded to and
+    what HTTP clients send, in MiB; further groups wait."""
     quarantine_mb: int = Field(default=64, ge=0, le=MAX_MIB)
     """Limit on the files in `<run folder>/quarantine`, in MiB: the completions that ended their scorer's worker, or
     exceeded its time limit, at every try; `starling reward replay FILE` scores one again."""

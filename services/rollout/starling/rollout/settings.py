@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from starling.algo.diffusion.settings import SamplerSettings
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_COUNT, MAX_MIB, MAX_PROCESSES, MAX_ROWS, MAX_SLOTS, MAX_TOKENS, MAX_WHOLE
@@ -13,6 +14,9 @@ from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.secret_settings import Secret
 from starling.common.settings import ModelSettings, Seconds, ServiceSettings, SettingsSection, WeightsSettings
 from starling.weightsync.offers.offer import TransportChoice
+
+ENGINES_OF_TEXT: Final = ("transformers", "vllm")
+"""Built-in engines of language models."""
 
 
 class VllmSettings(SettingsSection):
@@ -112,7 +116,8 @@ class RolloutSettings(SettingsSection):
     """How a replica generates and adopts weights."""
 
     engine: str = "transformers"
-    """The engine: `transformers`, `vllm`, or your own class as `module:Class` or `path/to/file.py:Class`."""
+    """The engine: `transformers`, `vllm`, `diffusion` for the model of [diffusion], or your own class as `module:Class`
+    or `path/to/file.py:Class`."""
     max_engine_restarts: int = Field(default=3, ge=0, le=MAX_COUNT)
     """Limit on restarts of a lost engine within `engine_restart_window_s`; then the replica ends."""
     engine_restart_window_s: Seconds = 600.0
@@ -137,6 +142,9 @@ class RolloutSettings(SettingsSection):
     more than the maximum of this setting."""
     media_timeout_s: Seconds = 60.0
     """Time limit for reading a prompt's images and videos, in seconds; then another rollout gets the group."""
+    embedding_timeout_s: Seconds = 600.0
+    """Time limit for the embeddings of a prompt of a diffusion model, in seconds; it includes the load of the text
+    encoders. Then another rollout gets the group."""
     exclusive: bool = False
     """Generate each group in a batch of its own: slower, but independent of batching to the bit."""
     pull_timeout_s: Seconds = 60.0
@@ -161,12 +169,52 @@ class RolloutSettings(SettingsSection):
     api: ApiSettings = ApiSettings()
 
 
+def check_diffusion(rollout: RolloutSettings, diffusion: SamplerSettings | None, key: str = "rollout") -> None:
+    """Check that engine and environment fit the model: `diffusion` is None for a language model.
+
+    `key`: of `rollout`, in errors.
+
+    Raises:
+        ValueError: naming the setting and the remedy.
+    """
+    engine = rollout.engine
+    if diffusion is None:
+        if engine == "diffusion":
+            raise ValueError(
+                f"{key}.engine = 'diffusion' draws the samples of [diffusion], and there is none; add [diffusion], or "
+                "choose the engine of a language model"
+            )
+        return
+    if engine in ENGINES_OF_TEXT:
+        raise ValueError(
+            f"{key}.engine = {engine!r} generates with language models, and [diffusion] is for a diffusion model; set "
+            f"{key}.engine = 'diffusion', or remove [diffusion]"
+        )
+    if kind := rollout.environment.kind:
+        raise ValueError(
+            f"{key}.environment.kind = {kind!r} plays turns of text, and the completions of [diffusion] are images or "
+            "videos; remove it"
+        )
+    if rollout.api.enabled:
+        raise ValueError(
+            f"{key}.api.enabled = true serves completions of text, and those of [diffusion] are images or videos; "
+            "remove it"
+        )
+
+
 class RolloutProcess(ServiceSettings):
     """All settings of a rollout process."""
 
     model: ModelSettings = ModelSettings()
     weights: WeightsSettings = WeightsSettings()
+    diffusion: SamplerSettings | None = None
+    """Samples of a diffusion model; without it the model is a language model."""
     rollout: RolloutSettings = RolloutSettings()
+
+    @model_validator(mode="after")
+    def _check_diffusion(self) -> Self:
+        check_diffusion(self.rollout, self.diffusion)
+        return self
 
 
 class TeacherSettings(SettingsSection):

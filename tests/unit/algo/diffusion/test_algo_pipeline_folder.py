@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_diffusion import CHANNELS, FAMILIES, IMAGES, tiny
+from tiny_diffusion import FAMILIES, IMAGES, tiny
+from tiny_pipeline import saved, vae_of
 
 from starling.algo.diffusion.folder import (
     TEXT_LENGTHS,
@@ -20,51 +21,6 @@ from starling.algo.diffusion.folder import (
 from starling.algo.diffusion.models import FAMILIES as KNOWN
 from starling.algo.diffusion.sampler import make_sampler
 from starling.common.errors import ConfigError
-
-
-def vae_of(name: str) -> Any:
-    from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLWan
-
-    if name == "sd3":
-        return AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(4, 4, 4, 4),
-            norm_num_groups=2,
-            latent_channels=CHANNELS,
-        )
-    if name == "sana":
-        return AutoencoderDC(
-            latent_channels=CHANNELS,
-            attention_head_dim=2,
-            encoder_block_types=("ResBlock", "EfficientViTBlock"),
-            decoder_block_types=("ResBlock", "EfficientViTBlock"),
-            encoder_block_out_channels=(8, 8),
-            decoder_block_out_channels=(8, 8),
-            encoder_qkv_multiscales=((), (5,)),
-            decoder_qkv_multiscales=((), (5,)),
-            encoder_layers_per_block=(1, 1),
-            decoder_layers_per_block=(1, 1),
-            downsample_block_type="conv",
-            upsample_block_type="interpolate",
-            decoder_norm_types="rms_norm",
-            decoder_act_fns="silu",
-        )
-    return AutoencoderKLWan(base_dim=3, z_dim=CHANNELS, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
-
-
-def saved(folder: Path, name: str, scheduler: Any = None) -> PipelineFolder:
-    """Save a tiny pipeline without a text encoder, and read it."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    model, scheduler = tiny(name), scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0)
-    model.save_pretrained(folder / "transformer")
-    scheduler.save_pretrained(folder / "scheduler")
-    vae_of(name).save_pretrained(folder / "vae")
-    classes = {"transformer": type(model).__name__, "scheduler": type(scheduler).__name__}
-    index = {"_class_name": "APipeline"} | {part: ["diffusers", cls] for part, cls in classes.items()}
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return read_pipeline(folder)
 
 
 def test_each_family_has_a_length_of_texts() -> None:
@@ -82,7 +38,11 @@ def test_a_saved_transformer_is_loaded_bit_for_bit(name: str, tmp_path: Path) ->
     first = load_transformer(folder, dtype=torch.bfloat16, random=True)
     torch.manual_seed(1)
     second = load_transformer(folder, dtype=torch.bfloat16, random=True)
-    assert {tensor.dtype for tensor in first.parameters()} == {torch.bfloat16}
+    first.save_pretrained(tmp_path / "transformer")  # type: ignore[operator]
+    read = load_transformer(folder, dtype=torch.bfloat16)
+    types = {key: tensor.dtype for key, tensor in read.named_parameters()}
+    assert {key: tensor.dtype for key, tensor in first.named_parameters()} == types
+    assert torch.bfloat16 in types.values()
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from starling.algo.diffusion.sampler import STORED, make_sampler
-from starling.algo.diffusion.transitions import Dynamics
+from starling.algo.diffusion.settings import Dynamics
 
 SIGMAS = (1.0, 0.9, 0.7, 0.4, 0.2, 0.0)
 

@@ -23,11 +23,11 @@ from structlog.testing import capture_logs
 from tiny_diffusion import FAMILIES
 from tiny_text import save_pipeline
 
-from starling.algo.diffusion.conditions import POOLED, TEXT
 from starling.algo.diffusion.folder import PipelineFolder, read_pipeline
 from starling.algo.diffusion.text.cache import CachedEmbedder
 from starling.algo.diffusion.text.embedder import PipelineEmbedder
 from starling.common.errors import ConfigError
+from starling.common.wire.tensors import POOLED, TEXT
 
 PROMPTS = ["a cat", "", "a dog", "a cat"]
 

@@ -16,12 +16,13 @@ from tiny_diffusion import FAMILIES, latents, tiny
 from tiny_text import save_pipeline, text_modules
 from torch import Tensor
 
-from starling.algo.diffusion.conditions import POOLED, TEXT, Conditions, conditions_of, joined
+from starling.algo.diffusion.conditions import Conditions, conditions_of, joined
 from starling.algo.diffusion.folder import TEXT_LENGTHS, PipelineFolder, read_pipeline
 from starling.algo.diffusion.models import velocity
 from starling.algo.diffusion.text.embedder import PipelineEmbedder
 from starling.algo.diffusion.text.families import TEXT_FAMILIES, default_instruction
 from starling.common.errors import ConfigError
+from starling.common.wire.tensors import POOLED, TEXT
 
 CPU = torch.device("cpu")
 PIPELINES = {

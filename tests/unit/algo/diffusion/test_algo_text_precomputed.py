@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from starling.algo.diffusion.conditions import POOLED, TEXT, TEXT_MASK
 from starling.algo.diffusion.text.precomputed import MAX_BYTES, read_embeddings
 from starling.common.errors import ConfigError
+from starling.common.wire.tensors import POOLED, TEXT, TEXT_MASK
 
 LENGTH = 8
 

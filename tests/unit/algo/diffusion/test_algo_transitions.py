@@ -15,15 +15,8 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from starling.algo.diffusion.flow import clean_of, guided, noise_of, noised
-from starling.algo.diffusion.transitions import (
-    Dynamics,
-    Steps,
-    draw,
-    log_density,
-    second_level,
-    step_levels,
-    transition,
-)
+from starling.algo.diffusion.settings import Dynamics
+from starling.algo.diffusion.transitions import Steps, draw, log_density, second_level, step_levels, transition
 
 SHAPE = (3, 2, 4)
 SECOND = 0.9

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tiny_diffusion import CHANNELS, FAMILIES, NUM_TEXT_TOKENS, TEXT_WIDTH
+from tiny_diffusion import CHANNELS, FAMILIES, NUM_TEXT_TOKENS, TEXT_WIDTH, with_diffusion
 
 from starling.algo.diffusion.sampler import make_sampler
 from starling.common.errors import ConfigError
@@ -70,7 +70,7 @@ def test_the_reward_rises_while_generation_goes_on(name: str) -> None:
         algorithm=AlgorithmSettings(name="decoupled_ppo", clip_low=0.001, clip_high=0.001),
         optimizer=OptimizerSettings(learning_rate=3e-3),
     )
-    trainer = DiffusionTrainer(model, SAMPLER, settings, DiffusionSettings(), total_steps=25)
+    trainer = DiffusionTrainer(model, SAMPLER, settings, total_steps=25)
     tensors = dict(model.named_parameters())
     engine = DiffusionEngine(copy.eval().requires_grad_(False), SAMPLER, SHAPE, text_length=NUM_TEXT_TOKENS)
     rewards, stale = list[float](), list[float]()
@@ -111,7 +111,12 @@ def test_adapters_alone_are_trained_published_and_adopted() -> None:
     settings = PolicySettings(
         algorithm=AlgorithmSettings(kl_coefficient=0.01), optimizer=OptimizerSettings(learning_rate=1e-2)
     )
-    trainer = DiffusionTrainer(model, SAMPLER, settings, DiffusionSettings(actions_per_microbatch=10), total_steps=3)
+    trainer = DiffusionTrainer(
+        model,
+        SAMPLER,
+        with_diffusion(settings, DiffusionSettings(actions_per_microbatch=10)),
+        total_steps=3,
+    )
     tensors = version_tensors(model)
     assert tensors
     assert all("lora_" in name for name in tensors)
@@ -142,7 +147,7 @@ def test_ratios_of_an_engines_own_version_are_1() -> None:
         group = finish(engine)
     model.requires_grad_(True)
     settings = PolicySettings(algorithm=AlgorithmSettings(clip_low=1e-4, clip_high=1e-4))
-    metrics = DiffusionTrainer(model, SAMPLER, settings, DiffusionSettings(), total_steps=1).step([group], step=1)
+    metrics = DiffusionTrainer(model, SAMPLER, settings, total_steps=1).step([group], step=1)
     errors = [value for name, value in metrics.items() if name.startswith("ratio_error/")]
     assert len(errors) == len(SAMPLER.actions)
     assert max(errors) < 2e-5, "below any clip bound in use"

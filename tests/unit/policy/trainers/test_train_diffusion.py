@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_diffusion import CHANNELS, FAMILIES, IMAGES, NUM_TEXT_TOKENS, TEXT_WIDTH, tiny
+from tiny_diffusion import CHANNELS, FAMILIES, IMAGES, NUM_TEXT_TOKENS, TEXT_WIDTH, tiny, with_diffusion
 from torch import Tensor
 
 from starling.algo.advantage import EPSILON
@@ -101,7 +101,7 @@ def gradients(
 ) -> tuple[Gradients, dict[str, float]]:
     """Return the gradient of the only update of a step, and its metrics."""
     data = options.pop("data", None)
-    trainer = DiffusionTrainer(model, sampler, settings, diffusion, total_steps=4, **options)
+    trainer = DiffusionTrainer(model, sampler, with_diffusion(settings, diffusion), total_steps=4, **options)
     metrics = trainer.step(groups, step=1, data=data)
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}, metrics
 
@@ -209,6 +209,17 @@ def test_ratios_are_1_where_the_same_batch_is_computed_again() -> None:
     assert metrics["staleness/0"] == 1.0
 
 
+def test_the_digest_of_a_step_does_not_depend_on_the_order_of_its_groups() -> None:
+    sampler, digests = sampler_of(), set()
+    groups = [sampled(tiny("wan"), "wan", sampler, (0.0, 1.0), seed=seed) for seed in range(2)]
+    for order in (groups, groups[::-1]):
+        trainer = DiffusionTrainer(tiny("wan"), sampler, settings_of(), total_steps=1)
+        trainer.step(order, step=1)
+        digests.add(trainer.batch_digest)
+    assert len(digests) == 1
+    assert 0 not in digests
+
+
 def test_normalised_ratios_lose_their_bias_and_their_spread() -> None:
     """After one update in a minibatch of two passes, ratios differ from 1, normalised ones by less."""
     groups = [sampled(tiny("wan"), "wan", sampler_of(), (0.0, 1.0, 0.5, 2.0), seed=seed) for seed in range(2)]
@@ -271,7 +282,7 @@ def test_trajectories_that_cannot_be_trained_change_nothing() -> None:
         (replace(group, scored=replace(group.scored, versions=np.full(6, 7, np.int32))), "a token is of version 7"),
     ]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = DiffusionTrainer(model, sampler, settings_of(), DiffusionSettings(), total_steps=4)
+    trainer = DiffusionTrainer(model, sampler, settings_of(), total_steps=4)
     for one, message in cases:
         with pytest.raises(ConfigError, match=message):
             trainer.step([one], step=1)
@@ -290,7 +301,10 @@ def test_trajectories_that_cannot_be_trained_change_nothing() -> None:
 def test_settings_without_a_meaning_are_refused(algorithm: Any, diffusion: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DiffusionTrainer(
-            tiny("wan"), sampler_of(), settings_of(**algorithm), DiffusionSettings(**diffusion), total_steps=1
+            tiny("wan"),
+            sampler_of(),
+            with_diffusion(settings_of(**algorithm), DiffusionSettings(**diffusion)),
+            total_steps=1,
         )
 
 
@@ -306,7 +320,12 @@ def test_the_reward_rises(name: str) -> None:
     sampler = sampler_of(sigmas=(1.0, 0.9, 0.75, 0.5, 0.25, 0.0))
     settings = settings_of(clip_low=0.001, clip_high=0.001)
     settings = settings.model_copy(update={"optimizer": OptimizerSettings(learning_rate=3e-3)})
-    trainer = DiffusionTrainer(model, sampler, settings, DiffusionSettings(actions_per_microbatch=64), total_steps=25)
+    trainer = DiffusionTrainer(
+        model,
+        sampler,
+        with_diffusion(settings, DiffusionSettings(actions_per_microbatch=64)),
+        total_steps=25,
+    )
     means = []
     for step in range(1, 26):
         probe = sampled(model, name, sampler, [0.0] * 8, seed=step, version=step - 1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_diffusion import CHANNELS, FAMILIES, NUM_TEXT_TOKENS, TEXT_WIDTH, tiny
+from tiny_diffusion import CHANNELS, FAMILIES, NUM_TEXT_TOKENS, TEXT_WIDTH, tiny, with_diffusion
 from torch import Tensor
 
 from starling.algo.advantage import EPSILON
@@ -100,7 +100,13 @@ def test_a_step_has_the_gradient_of_diffusion_nft(size: int) -> None:
     diffusion = DiffusionSettings(
         actions_per_microbatch=size, nft_beta=beta, advantage_bound=bound, levels_per_sample=num_levels
     )
-    trainer = NftTrainer(model, SAMPLER, settings_of(kl_coefficient=kl), diffusion, total_steps=4, reference=reference)
+    trainer = NftTrainer(
+        model,
+        SAMPLER,
+        with_diffusion(settings_of(kl_coefficient=kl), diffusion),
+        total_steps=4,
+        reference=reference,
+    )
     metrics = trainer.step(groups, step=1)
     found = gradients_of(model)
 
@@ -138,7 +144,7 @@ def test_equal_rewards_have_no_gradient() -> None:
     """An advantage of 0 is half a positive and half a negative sample."""
     group = rewarded(sampled(tiny("wan"), 2), (0.0, 0.0))
     model = tiny("wan")
-    trainer = NftTrainer(model, SAMPLER, settings_of(), DiffusionSettings(), total_steps=1)
+    trainer = NftTrainer(model, SAMPLER, settings_of(), total_steps=1)
     metrics = trainer.step([group], step=1)
     assert metrics["grad_norm"] < 1e-6
 
@@ -150,7 +156,7 @@ def test_samples_that_cannot_be_trained_change_nothing() -> None:
     broken = group.latents.clone()
     broken[1, 0, 0, 0, 0] = math.nan
     other = replace(rewarded(sampled(model, 2, seed=1), (0.0, 1.0)), latents=group.latents[:, :, :1])
-    trainer = NftTrainer(model, SAMPLER, settings_of(), DiffusionSettings(), total_steps=4)
+    trainer = NftTrainer(model, SAMPLER, settings_of(), total_steps=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for groups, message in (
         ([replace(group, latents=broken)], "the end of a trajectory is not finite"),
@@ -170,7 +176,7 @@ def test_the_reward_rises_by_diffusion_nft() -> None:
         algorithm=AlgorithmSettings(num_passes=2), optimizer=OptimizerSettings(learning_rate=3e-3)
     )
     diffusion = DiffusionSettings(actions_per_microbatch=64, levels_per_sample=3)
-    trainer = NftTrainer(model, SAMPLER, settings, diffusion, total_steps=30)
+    trainer = NftTrainer(model, SAMPLER, with_diffusion(settings, diffusion), total_steps=30)
     means = []
     for step in range(1, 31):
         group = sampled(model, 8, seed=step, version=step - 1)
@@ -191,7 +197,11 @@ def samples_of(count: int) -> CleanSamples:
 @pytest.mark.parametrize("size", [2, 64])
 def test_a_supervised_step_has_the_gradient_of_flow_matching(size: int) -> None:
     samples, model, plain = samples_of(5), tiny("cosmos"), tiny("cosmos")
-    trainer = MatchingTrainer(model, settings_of(), DiffusionSettings(actions_per_microbatch=size), total_steps=2)
+    trainer = MatchingTrainer(
+        model,
+        with_diffusion(settings_of(), DiffusionSettings(actions_per_microbatch=size)),
+        total_steps=2,
+    )
     metrics = trainer.step(samples)
     s = samples.sigma.view(-1, 1, 1, 1, 1)
     state = (1 - s) * samples.clean + s * samples.noise

@@ -1,6 +1,4 @@
-"""Tensors of groups of trajectories, by name: what they are conditioned on, and their states.
-
-Conditions are the embeddings of their prompts, and frames that are given.
+"""What trajectories are conditioned on: the embeddings of their prompts, and frames that are given.
 
 A prompt's embeddings travel without padding. Models are trained with prompts of one length, padded with zeros, and most
 of them attend to the padding: everything that computes a velocity pads to that length first, or the velocity of a
@@ -11,28 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-TEXT: Final = "text_embeddings"
-"""float [L, D]."""
-TEXT_MASK: Final = "text_mask"
-"""uint8 [L], 1 for embeddings that are no padding; absent for all of them."""
-POOLED: Final = "pooled_embeddings"
-"""float [P]."""
-FRAMES: Final = "given_frames"
-"""float [C, F, H, W], clean latents of the first frames."""
-STATES: Final = "states"
-"""[trajectories, actions + 1, ...], from the first action's state to the last one's successor; absent without actions.
-Of the group, not of its prompt, as the next one."""
-LATENTS: Final = "latents"
-"""[trajectories, ...], where they end."""
-RANKS: Final = {TEXT: 2, TEXT_MASK: 1, POOLED: 1, FRAMES: 4}
-"""Dimensions of each tensor of a prompt, by its name."""
+from starling.common.wire.tensors import FRAMES, POOLED, TEXT, TEXT_MASK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +31,12 @@ class Conditions:
     frames: Tensor | None = None
     """[B, C, F, H, W], clean latents of the first F frames; None where all frames are generated."""
 
+    @property
+    def shapes(self) -> tuple[torch.Size | None, ...]:
+        """Shapes of one trajectory's tensors: only those of equal ones can be joined."""
+        tensors = (self.text, self.text_mask, self.pooled, self.frames)
+        return tuple(None if tensor is None else tensor.shape[1:] for tensor in tensors)
+
     def rows(self, numbers: Sequence[int] | Tensor) -> Conditions:
         """Return those of some trajectories, each as often as its number is given."""
         index = torch.as_tensor(numbers, device=self.text.device)
@@ -59,35 +48,18 @@ class Conditions:
         )
 
 
-def conditions_problem(tensors: Mapping[str, npt.NDArray[Any]], length: int) -> str:
-    """Return what is wrong with the tensors of a prompt for a model of texts of `length`; empty if nothing is."""
-    if TEXT not in tensors:
-        return f"the prompt has no {TEXT}; compute them, or read them from a file"
-    for name, array in tensors.items():
-        if name not in RANKS or array.ndim != RANKS[name]:
-            known = ", ".join(f"{one} of {number}" for one, number in RANKS.items())
-            return f"the prompt has the tensor {name!r} of {array.ndim} dimensions; give {known}"
-        if not np.isfinite(array).all():
-            return f"{name} has numbers that are not finite; compute them anew"
-    num_tokens = len(tensors[TEXT])
-    if not 1 <= num_tokens <= length:
-        return f"{TEXT} has {num_tokens} tokens, and the model reads 1 to {length}; shorten the prompt"
-    if TEXT_MASK in tensors and len(tensors[TEXT_MASK]) != num_tokens:
-        return f"{TEXT_MASK} has {len(tensors[TEXT_MASK])} elements for {num_tokens} embeddings; compute them anew"
-    return ""
-
-
 def conditions_of(tensors: Mapping[str, npt.NDArray[Any]], length: int, device: torch.device) -> Conditions:
     """Return the conditions of a prompt, padded to `length` tokens, with a batch axis of 1.
 
     Args:
-        tensors: without a problem, see `conditions_problem`.
+        tensors: without a problem, see `starling.algo.denoising.conditions_problem`.
         length: tokens of a text that the model was trained with.
         device: of the result.
     """
 
     def of(name: str) -> Tensor | None:
-        return torch.from_numpy(tensors[name]).to(device).unsqueeze(0) if name in tensors else None
+        # A copy, as torch has no tensors that cannot be written, such as those in the buffers of a message.
+        return torch.from_numpy(tensors[name].copy()).to(device).unsqueeze(0) if name in tensors else None
 
     text, mask = of(TEXT), of(TEXT_MASK)
     assert text is not None, "it was checked"

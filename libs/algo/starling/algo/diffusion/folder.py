@@ -21,6 +21,8 @@ from typing import Any, Final
 import torch
 
 from starling.algo.diffusion.models import FAMILIES
+from starling.algo.diffusion.sampler import Sampler, make_sampler
+from starling.algo.diffusion.settings import SamplerSettings
 from starling.common.errors import ConfigError
 
 INDEX: Final = "model_index.json"
@@ -54,11 +56,13 @@ class PipelineFolder:
     """Frames per latent frame, after the first; 1 for images."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Class of each part, by its name; without those that are left out."""
+    other_length: int = 0
+    """Tokens that a prompt is padded to, if not those that the family was trained with; 0 for these."""
 
     @property
     def text_length(self) -> int:
         """Tokens that a prompt is padded to."""
-        return TEXT_LENGTHS[self.transformer_class]
+        return self.other_length or TEXT_LENGTHS[self.transformer_class]
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, ...]:
         """Return the shape of the latents of an image, [C, H, W], or of a video, [C, T, H, W].
@@ -83,8 +87,12 @@ class PipelineFolder:
         return (self.channels, 1 + (num_frames - 1) // self.temporal, *size)
 
 
-def read_pipeline(path: Path) -> PipelineFolder:
+def read_pipeline(path: Path, text_length: int = 0) -> PipelineFolder:
     """Read which parts a pipeline has, and its shapes.
+
+    Args:
+        path: of the folder.
+        text_length: tokens that prompts are padded to; 0 for those that the family was trained with.
 
     Raises:
         ConfigError: a file is missing or unreadable, or the transformer is of a family whose velocity is not known.
@@ -105,7 +113,7 @@ def read_pipeline(path: Path) -> PipelineFolder:
     spatial, temporal = _factors(vae, path / "vae" / CONFIG)
     temporal = 1 if transformer in _TIMELESS else temporal
     parts = {name: str(cls) for name, cls in classes.items()}
-    return PipelineFolder(path, transformer, parts["scheduler"], channels, spatial, temporal, parts)
+    return PipelineFolder(path, transformer, parts["scheduler"], channels, spatial, temporal, parts, text_length)
 
 
 def transformer_width(folder: PipelineFolder, setting: str) -> int:
@@ -149,7 +157,7 @@ def load_transformer(
 
     Args:
         folder: of the pipeline.
-        dtype: of its weights.
+        dtype: of its weights, but for those that its family keeps in float32.
         device: of its weights.
         random: draw the weights from torch's generator, instead of reading them.
 
@@ -161,14 +169,23 @@ def load_transformer(
     try:
         if random:
             with torch.device(device):
-                model = cls.from_config(cls.load_config(str(path), local_files_only=True))
+                model = _cast(cls.from_config(cls.load_config(str(path), local_files_only=True)), dtype)
         else:
             model = cls.from_pretrained(str(path), torch_dtype=dtype, local_files_only=True)
     except Exception as error:  # the user's folder: diffusers, safetensors and torch raise many
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the transformer in {str(path)!r} cannot be loaded: {reason:.300}") from error
-    loaded: torch.nn.Module = model.to(device=device, dtype=dtype).eval()
+    loaded: torch.nn.Module = model.to(device=device).eval()
     return loaded
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """Change the type of a model's weights as `from_pretrained` does: some modules of a family stay in float32."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+    return model
 
 
 def noise_levels(folder: PipelineFolder, num_steps: int, *, shift: float | None = None) -> list[float]:
@@ -201,6 +218,21 @@ def noise_levels(folder: PipelineFolder, num_steps: int, *, shift: float | None 
             "steps, and a flow has them from 0 to 1: use FlowMatchEulerDiscreteScheduler, or one with use_flow_sigmas"
         )
     return levels
+
+
+def pipeline_sampler(folder: PipelineFolder, settings: SamplerSettings) -> Sampler:
+    """Return the sampler of a pipeline's trajectories: the same for all services with equal settings.
+
+    Raises:
+        ConfigError: as of `noise_levels`; or none of the steps that `settings` name can add noise.
+    """
+    levels = noise_levels(folder, settings.num_steps, shift=settings.shift or None)
+    try:
+        return make_sampler(
+            levels, settings.dynamics, settings.noise_level, window=settings.window, stored=settings.stored
+        )
+    except ValueError as error:
+        raise ConfigError(f"[diffusion] gives no sampler: {error}") from None
 
 
 def _class(name: str) -> Any:

@@ -101,6 +101,11 @@ def _cosmos(model: Any, state: Tensor, sigma: Tensor, conditions: Conditions) ->
     )
     given = conditions.frames
     num_given = 0 if given is None else given.shape[2]
+    if given is not None and (given.shape[1], *given.shape[3:]) != (state.shape[1], *state.shape[3:]):
+        raise ValueError(
+            f"the given frames have the shape {list(given.shape)}, and the latents {list(state.shape)}: give frames of "
+            "the same channels, height and width"
+        )
     hidden = state if given is None else torch.cat([given.to(state.dtype), state], dim=2)
     batch, _, num_frames, height, width_ = hidden.shape
     is_given = torch.zeros(batch, 1, num_frames, 1, 1, dtype=torch.bool, device=state.device)
@@ -122,6 +127,11 @@ def _sd3(model: Any, state: Tensor, sigma: Tensor, conditions: Conditions) -> Te
     _check_text(conditions, state, model.config.joint_attention_dim)
     if conditions.pooled is None:
         raise ValueError("SD3 reads a pooled embedding of the prompt, and there is none: compute the embeddings anew")
+    if conditions.pooled.shape[1] != model.config.pooled_projection_dim:
+        raise ValueError(
+            f"the pooled embeddings have {conditions.pooled.shape[1]} numbers, and the model reads "
+            f"{model.config.pooled_projection_dim}: they are of another text encoder"
+        )
     found: Tensor = model(
         hidden_states=state,
         timestep=1000.0 * sigma,

@@ -9,15 +9,15 @@ those of what is stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from starling.algo.diffusion.settings import Dynamics
 from starling.algo.diffusion.transitions import (
     Density,
-    Dynamics,
     Steps,
     Transition,
     draw,
@@ -94,6 +94,11 @@ class Sampler:
     def log_density(self, found: Transition, following: Tensor) -> Tensor:
         """Return the log-density of drawn states [B, ...] under `transition`, [B]; differentiable in the mean."""
         return log_density(found, following, self.density)
+
+
+def without_noise(sampler: Sampler) -> Sampler:
+    """Return the sampler that follows the probability flow through the same noise levels."""
+    return replace(sampler, dynamics="ode", levels=(0.0,) * sampler.num_steps)
 
 
 def make_sampler(

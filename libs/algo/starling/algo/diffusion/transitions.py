@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from starling.algo.diffusion.flow import clean_of, noise_of, per_sample
+from starling.algo.diffusion.settings import Dynamics
 
-Dynamics = Literal["sde", "dance", "cps", "ode"]
 Density = Literal["gaussian", "distance"]
 
 _HALF_LOG_TAU: Final = 0.5 * math.log(2.0 * math.pi)

@@ -52,9 +52,8 @@ def scratch(
     *,
     line: Line,
 ) -> int:
-    """Make the folder of a recipe's [model.scratch]: configuration and tokenizer, no weights."""
-    # transformers writes these files without torch, whose import would take most of the time; it warns of that.
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    """Make the folder of a recipe's [model.scratch]: configuration and tokenizer, no weights; or all of a pipeline but
+    the weights of its transformer."""
     logging.disable(logging.WARNING)
     from starling.cli.model.scratch import make_model_folder
     from starling.cli.recipe.schema import load_recipe
@@ -62,6 +61,12 @@ def scratch(
     settings = load_recipe([recipe], line.settings).model.scratch
     if settings is None:
         raise ConfigError(f"{recipe} has no section [model.scratch]; add one, or use the folder of model.path")
+    if not settings.pipeline:
+        # transformers writes these files without torch, whose import would take most of the time; it warns of that.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     make_model_folder(settings, folder)
     return 0
 

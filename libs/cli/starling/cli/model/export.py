@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 from starling.cli.run.attempt import newest_attempt
 from starling.common.errors import ConfigError
 from starling.common.importing import without_modules
+from starling.common.pipeline_folder import INDEX, check_pipeline_folder
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, read_toml, validate
 
@@ -28,7 +29,7 @@ def export_model(
         raise ConfigError(f"{out} exists and is not empty; give a new folder")
     state_source, config = _source(source)
     settings, seed = _model_settings(config, source, model, trust_remote_code)
-    check_model_folder(settings.path, weights=settings.lora is not None, runs_code=settings.trust_remote_code)
+    _check_folder(settings)
     with without_modules("torchao"):  # transformers imports it for its quantisers; it takes time, and warns
         from transformers.utils.logging import disable_progress_bar
 
@@ -40,6 +41,15 @@ def export_model(
             lambda: export_newest(state_source, out, settings, options, seed=seed, ema=ema, shard_mb=shard_mb),
         )
     print(f"version {exported.version} is in {out}, from {exported.url}")
+
+
+def _check_folder(settings: ModelSettings) -> None:
+    """Check the folder of a language model or a pipeline of diffusers. Raises ConfigError."""
+    has_adapters = settings.lora is not None
+    if (Path(settings.path) / INDEX).is_file():
+        check_pipeline_folder(settings.path, weights=has_adapters)
+    else:
+        check_model_folder(settings.path, weights=has_adapters, runs_code=settings.trust_remote_code)
 
 
 def while_states_are_replaced(source: str, action: Callable[[], T]) -> T:

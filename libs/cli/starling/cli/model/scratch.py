@@ -1,9 +1,10 @@
-"""A model folder from nothing: a configuration and a character tokenizer in Hugging Face format, without weights.
+"""A model folder from nothing: a configuration and a character tokenizer in Hugging Face format, without weights; or a
+tiny pipeline of diffusers, without the weights of its transformer.
 
 The policy that opens such a folder starts from random weights. The same settings give the same bytes.
 
 Importing this module is cheap; `make_model_folder` imports transformers, and with it torch where torch is installed
-(2 to 3 s). A process that wants neither calls it in a child.
+(2 to 3 s), and diffusers for a pipeline. A process that wants none of them calls it in a child.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from starling.common.errors import ConfigError
 from starling.common.files import sync_folder, sync_tree
@@ -39,12 +40,19 @@ RECORD: Final = "scratch.json"
 """The file in the folder that records the settings it was made with."""
 
 _ANY_CHARACTER: Final = r"[\s\S]"
+_OF_LANGUAGE_MODELS: Final = ("model_type", "alphabet", "chat_template", "max_length")
+"""Settings that a pipeline does not have."""
 _OWNED: Final = ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id", "max_position_embeddings")
 
 
 class ScratchSettings(SettingsSection):
-    """A small causal language model to train from nothing, and its tokenizer with one token for each character."""
+    """A small causal language model to train from nothing, and its tokenizer with one token for each character; or a
+    tiny diffusion model, with all that its pipeline has."""
 
+    pipeline: Literal["", "wan", "cosmos"] = ""
+    """Make a pipeline of diffusers for a run with `[diffusion]`, of the family Wan or Cosmos-Predict 2.5: a transformer
+    of random weights, and VAE and text encoder of fixed ones, which no training changes. `config` has fields of the
+    transformer, for example `num_layers`; its defaults are tiny. Empty: a language model."""
     model_type: str = "qwen3"
     """Architecture: any Hugging Face `model_type` of a causal language model."""
     config: dict[str, Any] = Field(default_factory=dict)
@@ -64,6 +72,17 @@ class ScratchSettings(SettingsSection):
             raise ValueError(f"alphabet repeats {''.join(repeated)!r}: write each character once")
         return alphabet
 
+    @model_validator(mode="after")
+    def _check_pipeline(self) -> Self:
+        fields = type(self).model_fields
+        for name in _OF_LANGUAGE_MODELS if self.pipeline else ():
+            if getattr(self, name) != fields[name].default:
+                raise ValueError(
+                    f"{name} is of a language model, and pipeline = {self.pipeline!r} makes a diffusion model; remove "
+                    "one of the two"
+                )
+        return self
+
 
 @contextmanager
 def model_folder(path: str, scratch: ScratchSettings | None) -> Iterator[Path]:
@@ -78,11 +97,12 @@ def model_folder(path: str, scratch: ScratchSettings | None) -> Iterator[Path]:
 
 
 def make_model_folder(settings: ScratchSettings, folder: Path) -> None:
-    """Write config.json, generation_config.json and the tokenizer of `settings` to `folder`, all or nothing.
+    """Write config.json, generation_config.json and the tokenizer of `settings` to `folder`, all or nothing; or the
+    parts of a pipeline.
 
     A folder made before with the same settings is left as it is.
-    Errors: `ConfigError` for an unknown architecture, a configuration that it does not take, and a folder that holds
-    something else.
+    Errors: `ConfigError` for an unknown architecture, a configuration that it does not take, a pipeline where diffusers
+    is not installed, and a folder that holds something else.
     """
     try:
         _make_folder(settings, folder)
@@ -119,10 +139,31 @@ def _is_made_with(settings: ScratchSettings, folder: Path) -> bool:
 
 
 def _record(settings: ScratchSettings) -> str:
-    return json.dumps(settings.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+    """Return the settings that the folder follows from, as JSON."""
+    others = set(_OF_LANGUAGE_MODELS) if settings.pipeline else {"pipeline"}
+    return json.dumps(settings.model_dump(mode="json", exclude=others), indent=2, sort_keys=True) + "\n"
 
 
 def _write_folder(settings: ScratchSettings, folder: Path) -> None:
+    if settings.pipeline:
+        _write_pipeline(settings, folder)
+    else:
+        _write_language_model(settings, folder)
+    (folder / RECORD).write_text(_record(settings), encoding="utf-8")
+
+
+def _write_pipeline(settings: ScratchSettings, folder: Path) -> None:
+    try:
+        from starling.algo.diffusion.scratch import write_pipeline
+    except ImportError as error:
+        raise ConfigError(
+            f"model.scratch.pipeline = {settings.pipeline!r} cannot be made ({error}): install the extra `diffusion`, "
+            "as in starling-policy[diffusion]"
+        ) from error
+    write_pipeline(settings.pipeline, settings.config, folder)
+
+
+def _write_language_model(settings: ScratchSettings, folder: Path) -> None:
     from transformers import GenerationConfig
 
     tokenizer = _make_tokenizer(settings)
@@ -133,7 +174,6 @@ def _write_folder(settings: ScratchSettings, folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / RECORD).write_text(_record(settings), encoding="utf-8")
 
 
 def _make_tokenizer(settings: ScratchSettings) -> PreTrainedTokenizerFast:

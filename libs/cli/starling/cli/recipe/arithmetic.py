@@ -127,10 +127,13 @@ def _reinforcement(recipe: Recipe) -> list[str]:
             f"the {top_k} most likely tokens at each position" if top_k else "log-probabilities of the sampled tokens"
         )
         teachers = [f"teachers: {num}; each completion is scored by one: {scores}"]
+    microbatches = (
+        f"microbatches: at most about {least} of {recipe.policy.tokens_per_microbatch:,} tokens (prompts come on top)"
+    )
     return [
         f"a step: {_product('sequence', prompt=rl.prompts_per_step, completion=rl.group_size)}, "
         f"at most {counted(tokens, 'sampled token', form=',')}",
-        f"microbatches: at most about {least} of {recipe.policy.tokens_per_microbatch:,} tokens (prompts come on top)",
+        *([] if recipe.diffusion is not None else [microbatches]),
         f"staleness: at most {rl.max_staleness}, so ({rl.max_staleness} + 1) x {rl.prompts_per_step} = {slots} groups "
         f"exist at a time; {_product('group', rollout=recipe.num_rollouts, slot=recipe.rollout.num_slots)} can "
         "be generated at a time",
@@ -208,6 +211,8 @@ def _outlined(recipe: Recipe) -> _Outlined:
 
     Nothing is allocated. The policy's settings are checked against the model. Raises ConfigError, as the policy does.
     """
+    if recipe.diffusion is not None:
+        return _outlined_pipeline(recipe)
     # Imported here, as torch takes seconds, and only --dry-run needs it.
     from starling.policy.train.fit import check_fit
     from starling.policy.train.memory.compiled import check_compiler
@@ -245,6 +250,28 @@ def _outlined(recipe: Recipe) -> _Outlined:
     precision, memory = _precision(recipe, model, device), _memory(recipe, model, trainer, device)
     offloads = recipe.policy.memory.offload_optimizer and device.type in DEVICE_TYPES
     return _Outlined(size, published, precision, memory, offloads)
+
+
+def _outlined_pipeline(recipe: Recipe) -> _Outlined:
+    """Return what is known of the transformer of a recipe's pipeline. Raises ConfigError, as the policy does."""
+    from starling.algo.diffusion.folder import read_pipeline
+    from starling.policy.train.diffusion.load import outline
+    from starling.policy.train.memory.offload import DEVICE_TYPES
+    from starling.policy.train.model.load import find_device, freeze
+    from starling.policy.train.optim.optimizer import check_optimizers
+    from starling.weightsync.tensors.adapters import add_adapters
+
+    with model_folder(recipe.model.path, recipe.model.scratch) as folder:
+        model = outline(read_pipeline(folder), recipe.model.dtype)
+    num_parameters = sum(one.numel() for one in model.parameters())
+    size_bytes = sum(one.nbytes for one in model.parameters())
+    size = f"{num_parameters:,} parameters = {size_bytes:,} bytes"
+    if recipe.model.lora is not None:
+        add_adapters(model, recipe.model.lora, seed=recipe.run.seed)
+    freeze(model, recipe.policy.frozen)
+    check_optimizers(model, recipe.policy, "rl")
+    offloads = recipe.policy.memory.offload_optimizer and find_device(recipe.model.device).type in DEVICE_TYPES
+    return _Outlined(size, size, offloads=offloads)
 
 
 def _codes(model: Any, form: str) -> str:

@@ -21,13 +21,14 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 def check_chat_template(recipe: Recipe) -> None:
     """Refuse data that becomes conversations, for a model without a chat template.
 
-    The rows of a function may be prompts of either kind, and code in the model's folder may make a template: such runs
-    are not checked here. A file that does not exist is reported by the process that reads it.
+    The rows of a function may be prompts of either kind, code in the model's folder may make a template, and a
+    diffusion model needs none: such runs are not checked here. A file that does not exist is reported by the process
+    that reads it.
 
     Raises:
         ConfigError: naming the data and the remedy.
     """
-    if recipe.model.trust_remote_code or _has_template(recipe):
+    if recipe.diffusion is not None or recipe.model.trust_remote_code or _has_template(recipe):
         return
     for key, data in _data(recipe):
         if not data.source or data.format or names_a_function(data.source) or _is_missing(data.source):
@@ -46,7 +47,8 @@ def _is_missing(source: str) -> bool:
 
 def _has_template(recipe: Recipe) -> bool:
     if recipe.model.scratch is not None:
-        return recipe.model.scratch.chat_template is not None
+        scratch = recipe.model.scratch
+        return scratch.chat_template is not None or bool(scratch.pipeline)  # diffusion models read no conversations
     folder = Path(recipe.model.path)
     file = folder / "tokenizer_config.json"
     if not file.is_file() or any((folder / name).exists() for name in _TEMPLATES):

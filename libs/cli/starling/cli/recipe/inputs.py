@@ -38,8 +38,7 @@ def check_inputs(recipe: Recipe) -> list[str]:
 
     Returns one line for each. Raises ConfigError for the first that a run could not use.
     """
-    tokenizer = _tokenizer(recipe)
-    lines = []
+    tokenizer, lines = (_tokenizer(recipe), []) if recipe.diffusion is None else (None, [_pipeline(recipe)])
     for key, settings, needs in _datasets(recipe):
         if settings.source.startswith(TRAJECTORIES):
             folder = Path(settings.source.removeprefix(TRAJECTORIES))
@@ -112,8 +111,26 @@ def _tokenizer(recipe: Recipe) -> Any:
         return tokenizer
 
 
+def _pipeline(recipe: Recipe) -> str:
+    """Return the trajectories of the recipe's diffusion model in words. Raises ConfigError if there are none."""
+    from starling.algo.diffusion.folder import pipeline_sampler, read_pipeline
+    from starling.policy.train.diffusion.learner import check_method
+
+    diffusion = recipe.diffusion
+    assert diffusion is not None
+    check_method(recipe.policy, diffusion)
+    with model_folder(recipe.model.path, recipe.model.scratch) as path:
+        folder = read_pipeline(path)
+        sampler = pipeline_sampler(folder, diffusion)
+        shape = folder.latent_shape(diffusion.height, diffusion.width, diffusion.num_frames)
+    steps = f"{counted(sampler.num_steps, 'step')}, {len(sampler.actions)} of them with noise"
+    return f"diffusion: {folder.transformer_class}, latents {list(shape)}, {steps}"
+
+
 def _length(prompt: Prompt, tokenizer: Any, recipe: Recipe) -> str:
     """Return the size of a prompt in words. Raises ConfigError when the tokenizer cannot encode it."""
+    if tokenizer is None:
+        return "embedded by the rollouts"
     if prompt.media:
         return "the first with images or videos"
     num = len(encode_prompt(tokenizer, prompt))

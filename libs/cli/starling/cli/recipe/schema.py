@@ -13,14 +13,17 @@ import tomli_w
 from pydantic import AfterValidator, Field, model_validator
 
 from starling.algo.algorithm import compares_scores
+from starling.algo.diffusion.settings import SamplerSettings
 from starling.cli.launch.hosts import HostSettings
 from starling.cli.launch.launchers import check_launcher
 from starling.cli.launch.settings import KubernetesSettings, RaySettings, SlurmSettings
 from starling.cli.model.scratch import ScratchSettings
 from starling.cli.recipe.chat_template import check_chat_template
+from starling.cli.recipe.diffusion import check_diffusion_recipe
 from starling.cli.recipe.pools import PooledRolloutSettings, variants
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, WeightsError
+from starling.common.pipeline_folder import check_pipeline_folder
 from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
 from starling.common.secret_settings import without_passwords, without_secrets
 from starling.common.service import check_model_folder
@@ -127,6 +130,8 @@ class Recipe(ControllerProcess):
 
     launch: LaunchSettings = LaunchSettings()
     model: RecipeModel = RecipeModel()
+    diffusion: SamplerSettings | None = None
+    """Samples of a diffusion model; without it the model is a language model."""
     weights: WeightsSettings = WeightsSettings()
     policy: PolicySettings = PolicySettings()
     rollout: PooledRolloutSettings = PooledRolloutSettings()
@@ -137,6 +142,7 @@ class Recipe(ControllerProcess):
     def _check_recipe(self) -> Self:
         self._check_model()
         self._check_pools()
+        check_diffusion_recipe(self)
         check_adapters(self.model, self.policy, self.weights)
         self._check_source()
         self._check_transports()
@@ -239,6 +245,17 @@ class Recipe(ControllerProcess):
             raise ValueError(
                 f"[model.scratch] has no weights, and run.kind = {self.run.kind!r} has no policy to initialise them; "
                 "give the path of a model"
+            )
+        pipeline = "" if self.model.scratch is None else self.model.scratch.pipeline
+        if pipeline and self.diffusion is None:
+            raise ValueError(
+                f"model.scratch.pipeline = {pipeline!r} makes a diffusion model, and the recipe has no [diffusion]; "
+                "add that section, or remove model.scratch.pipeline"
+            )
+        if self.model.scratch is not None and self.diffusion is not None and not pipeline:
+            raise ValueError(
+                "[diffusion] needs a pipeline of diffusers, and [model.scratch] makes a language model; set "
+                "model.scratch.pipeline to 'wan' or 'cosmos'"
             )
 
     def _check_replicas(self) -> None:
@@ -470,6 +487,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         "colocate": recipe.launch.colocate,
         "fan_out": recipe.launch.fan_out,
         "single_roles": recipe.launch.single_roles,
+        "denoising": recipe.diffusion is not None,
     }
     controller = recipe.controller.model_copy(update=follows)
     launch = recipe.launch.model_copy(update={"num_rollouts": recipe.num_rollouts})
@@ -490,13 +508,16 @@ def _check_models(recipe: Recipe) -> None:
             check_engine(engine)
     if recipe.model.scratch is None:
         wanted = (untrained or recipe.policy.init == "pretrained") and not recipe.policy.weights_from
-        check_model_folder(
-            recipe.model.path,
-            weights=wanted,
-            may_draw=not untrained,
-            reads_weights=False,
-            runs_code=recipe.model.trust_remote_code,
-        )
+        if recipe.diffusion is not None:
+            check_pipeline_folder(recipe.model.path, weights=wanted, may_draw=not untrained, reads_weights=False)
+        else:
+            check_model_folder(
+                recipe.model.path,
+                weights=wanted,
+                may_draw=not untrained,
+                reads_weights=False,
+                runs_code=recipe.model.trust_remote_code,
+            )
     if recipe.teacher is not None:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
     check_chat_template(recipe)
@@ -539,7 +560,7 @@ def _start_s(recipe: Recipe, rollout: PooledRolloutSettings) -> float:
 
 def _model_limits(recipe: Recipe, rollout: PooledRolloutSettings) -> dict[str, Any]:
     """Return the settings of the controller that follow from those of rollouts, teachers and the model."""
-    follows: dict[str, Any] = {"rollout_transport": rollout.transport}
+    follows: dict[str, Any] = {"rollout_transport": rollout.transport, "denoising": recipe.diffusion is not None}
     # A replica of another recipe, or a broken one, must not make the controller hold more than this recipe allows.
     follows |= {"max_model_len": rollout.max_model_len or 0, "max_media_bytes": rollout.max_media_bytes}
     follows |= {"teacher_top_k": recipe.teacher.top_k} if recipe.teacher is not None else {}

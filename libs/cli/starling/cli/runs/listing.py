@@ -122,7 +122,7 @@ def recipe_text(attempt: Attempt) -> str:
     kind = settings.get("run.kind", "rl")
     what = settings.get("policy.algorithm.name", "grpo") if kind == "rl" else kind
     model = str(settings.get("model.path") or "")
-    scratch = settings.get("model.scratch.model_type")
+    scratch = settings.get("model.scratch.pipeline") or settings.get("model.scratch.model_type")
     data = Path(str(settings.get("data.source") or "")).name
     parts = [what, Path(model).name if model else f"new {scratch}" if scratch else "", data]
     return " · ".join(str(part) for part in parts if part) if settings else ""

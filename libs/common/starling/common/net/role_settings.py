@@ -25,9 +25,9 @@ from starling.common.wire import codec
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope, Refused, RequestSettings, RoleSettings
 
 SECTIONS_OF: Final = {
-    "policy": ("run", "network", "model", "weights", "policy"),
-    "rollout": ("run", "network", "model", "weights", "rollout"),
-    "reward": ("run", "network", "reward"),
+    "policy": ("run", "network", "model", "diffusion", "weights", "policy"),
+    "rollout": ("run", "network", "model", "diffusion", "weights", "rollout"),
+    "reward": ("run", "network", "diffusion", "reward"),
     "teacher": ("run", "network", "model", "teacher"),
 }
 """Sections that a replica of each role reads. It is sent no others: those of a reward have the answers' secrets."""

@@ -98,6 +98,7 @@ _BUFFERS_AFTER: Final[dict[type, Callable[[Any], int | Sequence[TensorMeta]]]] =
     messages.GroupGenerated: _tensors,
     messages.GroupInterrupted: _tensors,
     messages.GenerateGroup: _tensors,
+    messages.ScoreGroup: _tensors,
     messages.ScoreTokens: _tensors,
     messages.TokensScored: _tensors,
     messages.TrainStep: lambda message: [meta for group in message.groups for meta in group.tensors],

@@ -62,13 +62,18 @@ class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=
 
 
 class ScoreGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="score_group"):
-    """Score the completions of `prompt`. Sent when a group is generated; answered by `GroupScored`."""
+    """Score the completions of `prompt`. Sent when a group is generated; answered by `GroupScored`.
+
+    Buffers follow in the order of `tensors`: of a diffusion model ``latents`` (float32 or float16, [completions, ...]).
+    """
 
     lease: str
     prompt: Prompt
     completions: tuple[CompletionText, ...]
     evaluate: bool = False
     """Evaluation scorers score them, too."""
+    tensors: tuple[TensorMeta, ...] = ()
+    """What the model has made besides texts; empty for a language model."""
 
 
 class GroupScored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_scored"):

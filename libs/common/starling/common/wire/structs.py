@@ -152,6 +152,23 @@ class ModelExperts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Experts of each token in each of these."""
 
 
+class DenoisingForm(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The denoising trajectories that a diffusion model is trained on."""
+
+    first_step: int
+    """Number of the first step that is recorded; the token ids of a trajectory are the numbers of these steps."""
+    num_steps: int
+    """Steps that are recorded."""
+    num_states: int
+    """States of each trajectory that are sent: one more than its steps that add noise, 0 if there are none."""
+    dtype: Literal["float32", "float16"]
+    """Element type of states and latents."""
+    latents: tuple[int, ...]
+    """Shape of a sample: [C, H, W] or [C, T, H, W]."""
+    text_length: int
+    """Most embeddings of a prompt."""
+
+
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the trained model can read of a group."""
 
@@ -163,6 +180,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Images and videos of prompts; absent if the model reads only text."""
     experts: ModelExperts | None = None
     """Absent if the model has none, or if its routers cannot be made to choose others than their own."""
+    denoising: DenoisingForm | None = None
+    """Absent if the model is a language model."""
 
 
 class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -247,6 +266,12 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_tokens, layers, chosen]) have the experts of each token in each layer with experts, by `ModelExperts`: uint8 for
     at most 255 experts, else uint16. A token whose experts were not recorded, as a completion's last one, has the
     largest number of the type everywhere. If a teacher scored the group, the tensors of `TokensScored` follow.
+
+    A completion of a diffusion model is a denoising trajectory, and its token ids are the numbers of its recorded
+    steps. Its tensors, by name, are the conditions of the prompt, ``text_embeddings`` (float32, [tokens, width]) with
+    ``text_mask`` (uint8, [tokens]), ``pooled_embeddings`` (float32, [width]) and ``given_frames`` (float32, [C, F, H,
+    W], latents of the first frames); ``states`` ([trajectories, states, ...], from before the first noisy step to after
+    the last one) and ``latents`` ([trajectories, ...], where they end), float32 or float16.
     """
 
     prompt_id: str

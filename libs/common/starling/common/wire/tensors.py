@@ -66,3 +66,47 @@ TEACHER_TENSORS: Final[dict[str, TensorForm]] = {
     "teacher_top_logprobs": TensorForm("float32", 4, 2),
 }
 """Tensors of a teacher, by name. It sends all of them, or only the first if it reports no likeliest tokens."""
+
+TEXT: Final = "text_embeddings"
+TEXT_MASK: Final = "text_mask"
+POOLED: Final = "pooled_embeddings"
+FRAMES: Final = "given_frames"
+STATES: Final = "states"
+LATENTS: Final = "latents"
+CONDITION_FORMS: Final[dict[str, TensorForm]] = {
+    TEXT: TensorForm("float32", 4, 2),
+    TEXT_MASK: TensorForm("uint8", 1, 1),
+    POOLED: TensorForm("float32", 4, 1),
+    FRAMES: TensorForm("float32", 4, 4),
+}
+"""Tensors that the trajectories of a diffusion model are conditioned on, by name."""
+STORED_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2}
+"""Bytes of a number of a state, by the element types that states can have."""
+SAMPLE_DIMS: Final = (3, 4)
+"""Dimensions of a sample of a diffusion model: [C, H, W] of an image, [C, T, H, W] of a video."""
+OUTER_DIMS: Final = {STATES: 2, LATENTS: 1}
+"""Tensors of denoising trajectories, by name, with the number of their dimensions before those of a sample."""
+DENOISING_TENSORS: Final = (*CONDITION_FORMS, *OUTER_DIMS)
+"""All tensors of a group of denoising trajectories, by name."""
+
+
+def form_of(name: str, dtype: str, num_dims: int) -> TensorForm | None:
+    """Return the form that a named tensor of a group has to have, given what it says of itself.
+
+    The types of some, and the dimensions of others, are a choice: what is none of these gives the first of them. None
+    if no tensor has this name.
+    """
+    if name == LOSS_MASK:
+        return MASK_FORM
+    if name in ROUTING_TENSORS:
+        return ROUTING_FORMS.get(dtype, ROUTING_FORMS["uint8"])
+    if name in OUTER_DIMS:
+        stored = dtype if dtype in STORED_BYTES else next(iter(STORED_BYTES))
+        inner = num_dims - OUTER_DIMS[name]
+        return TensorForm(
+            stored, STORED_BYTES[stored], OUTER_DIMS[name] + (inner if inner in SAMPLE_DIMS else SAMPLE_DIMS[0])
+        )
+    return _FORMS.get(name)
+
+
+_FORMS: Final = {**PROMPT_TENSORS, **KEPT_TENSORS, **CONDITION_FORMS}

@@ -98,7 +98,7 @@ class GroupsOpened(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="gro
 
 
 class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_generated"):
-    """A group has its completions; payload: its tensors. For an evaluation the payload is empty.
+    """A group has its completions; payload: its tensors. Of an evaluation it has only those that scorers read.
 
     The journal returns neither payload nor texts of a group that a committed step has taken, that was thrown away, or
     that an evaluation has scored.

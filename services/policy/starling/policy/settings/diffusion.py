@@ -13,6 +13,9 @@ from starling.common.settings import SettingsSection
 class DiffusionSettings(SettingsSection):
     """Steps of reinforcement learning on denoising trajectories."""
 
+    method: Literal["policy_gradient", "nft"] = "policy_gradient"
+    """`policy_gradient`: the loss of `policy.algorithm` on the densities of trajectories' noisy steps (Flow-GRPO,
+    arXiv:2505.05470). `nft`: DiffusionNFT (arXiv:2509.16117), on samples alone; take `diffusion.dynamics = "ode"`."""
     actions_per_microbatch: int = Field(default=8, ge=1, le=MAX_COUNT)
     """Steps of trajectories that are computed at a time; bounds the memory of activations."""
     divergence: Literal["mean", "velocity"] = "mean"

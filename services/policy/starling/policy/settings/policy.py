@@ -20,6 +20,7 @@ from starling.common.settings import (
 )
 from starling.policy.settings.alarms import AlarmSettings
 from starling.policy.settings.algorithm import AlgorithmSettings, DistillSettings
+from starling.policy.settings.diffusion import DiffusionSettings
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.parallel import ParallelSettings
@@ -33,6 +34,9 @@ CHANGEABLE: Final = (
     "policy.algorithm.clip_high",
     "policy.algorithm.clip_low",
     "policy.algorithm.kl_coefficient",
+    "policy.diffusion.advantage_bound",
+    "policy.diffusion.data_coefficient",
+    "policy.diffusion.nft_beta",
     "policy.optimizer.learning_rate",
     "policy.optimizer.max_grad_norm",
     "policy.sft.optimizer.learning_rate",
@@ -94,6 +98,8 @@ class PolicySettings(SettingsSection):
     """Optimizer of reinforcement learning."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
     """Loss of reinforcement learning."""
+    diffusion: DiffusionSettings = DiffusionSettings()
+    """Steps of diffusion models."""
     distill: DistillSettings = DistillSettings()
     """Distillation, in runs with a teacher."""
     sft: SftStepSettings = SftStepSettings()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 from pydantic import model_validator
 
+from starling.algo.diffusion.settings import SamplerSettings
 from starling.common.folder_digests import model_digest
 from starling.common.kinds import KINDS
 from starling.common.settings import ModelSettings, ServiceSettings, WeightsSettings
@@ -32,6 +33,8 @@ class PolicyProcess(ServiceSettings):
 
     model: ModelSettings = ModelSettings()
     weights: WeightsSettings = WeightsSettings()
+    diffusion: SamplerSettings | None = None
+    """Samples of a diffusion model; without it the model is a language model."""
     policy: PolicySettings = PolicySettings()
 
     @model_validator(mode="after")
@@ -67,6 +70,10 @@ def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Me
         ConfigError: the model cannot be loaded, or does not fit the settings.
     """
     from starling.policy.train.checkpoint.state import seed_random
+
+    if settings.diffusion is not None:
+        seed_random(settings.run.seed)
+        return _diffusion_learner(path, settings, settings.diffusion)
     from starling.policy.train.fit import check_fit
     from starling.policy.train.learner import Learner
     from starling.policy.train.loss.objective import check_objective
@@ -87,6 +94,26 @@ def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Me
         check_mergeable(learner.model)
     names = None if learner.parallel is None else learner.parallel.whole.names
     check_fit(learner.model, settings.policy, trainer, names)
+    return learner
+
+
+def _diffusion_learner(path: Path, settings: PolicyProcess, diffusion: SamplerSettings) -> Learner:
+    """Return a learner with version 0 of the transformer of a pipeline. Raises ConfigError."""
+    from starling.algo.diffusion.folder import read_pipeline
+    from starling.policy.train.diffusion.learner import DiffusionLearner
+    from starling.policy.train.diffusion.load import load_version_0 as load_transformer
+    from starling.policy.train.optim.optimizer import check_optimizers
+    from starling.weightsync.tensors.adapters import digest_of_base
+
+    folder = read_pipeline(path, diffusion.text_length)
+    learner = DiffusionLearner(
+        partial(load_transformer, folder, settings.model, settings.policy, settings.run.seed),
+        settings.policy,
+        folder,
+        diffusion,
+        base_of=partial(digest_of_base, spec=settings.model.lora),
+    )
+    check_optimizers(learner.model, settings.policy, "rl")
     return learner
 
 

@@ -28,6 +28,7 @@ from starling.common.observe.process import STOP_S, StopSignal, end_process, end
 from starling.common.observe.profiling.profiler import Profiler
 from starling.common.observe.tracing.traces import open_traces
 from starling.common.offers import OFFER_TIMEOUT_S, OfferSender, lease_failure
+from starling.common.pipeline_folder import check_pipeline_folder
 from starling.common.service import (
     ServiceArguments,
     check_model_folder,
@@ -61,6 +62,8 @@ EXIT_S = 5.0
 def find_model(settings: PolicyProcess) -> Path:
     """Return the folder of the model. Raises ConfigError if it cannot be used."""
     pretrained = settings.policy.init == "pretrained" or not KINDS[settings.run.kind].trains
+    if settings.diffusion is not None:
+        return check_pipeline_folder(settings.model.path, weights=pretrained)
     return check_model_folder(
         settings.model.path,
         weights=pretrained and not settings.policy.weights_from,
@@ -165,11 +168,12 @@ class Shell:
         """Prepare saving to `home`. `model`: the folder of the initial model; `folder`: that of the run."""
         from starling.policy.shell.saving import PolicySaver
         from starling.policy.train.checkpoint.huggingface import TokenizerFiles
+        from starling.policy.train.checkpoint.pipeline import PipelineFiles
 
-        lora = self._settings.model.lora
+        lora, tokenizer = self._settings.model.lora, self._replica.rank.tokenizer
         return PolicySaver(
             self._replica,
-            TokenizerFiles(self._replica.rank.tokenizer, model),
+            PipelineFiles(model) if tokenizer is None else TokenizerFiles(tokenizer, model),
             self._settings.policy.saving,
             self._settings.run.id,
             home,

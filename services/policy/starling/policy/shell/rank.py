@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starling.algo.tokenizer import check_end_token, load_tokenizer
 from starling.common.errors import ConfigError, WeightsError
@@ -102,9 +102,7 @@ class PolicyRank:
         else:
             self.learner, self.checkpoint = load_fixed(path, settings, fetch_to)
         self.clock = self.learner.clock
-        self.tokenizer = load_tokenizer(
-            path, self.learner.model.config, trust_remote_code=settings.model.trust_remote_code
-        )
+        self.tokenizer = None if settings.diffusion is not None else self._load_tokenizer(path)
         if KINDS[settings.run.kind].learns_from_examples_only:
             check_end_token(self.tokenizer, path)
         parallel = self.learner.parallel
@@ -118,6 +116,10 @@ class PolicyRank:
         self._publisher: Publisher | None = None
         self._plans: dict[str, tuple[bytes, Plan]] = {}
         """The plans of the last publication, by key of the layout, encoded and decoded."""
+
+    def _load_tokenizer(self, path: Path) -> Any:
+        config, trusted = self.learner.model.config, self._settings.model.trust_remote_code
+        return load_tokenizer(path, config, trust_remote_code=trusted)
 
     @property
     def size_bytes(self) -> int:

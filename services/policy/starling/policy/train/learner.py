@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import structlog
 import torch
@@ -38,11 +38,12 @@ from starling.policy.train.memory.offload import DeviceOffload
 from starling.policy.train.metrics.clock import StepClock
 from starling.policy.train.model.load import longest_sequence, version_tensors
 from starling.policy.train.model.lora import export_model
+from starling.policy.train.model.reference import ReferenceModel
 from starling.policy.train.model.routing import find_routing
+from starling.policy.train.optim.optimizer import ModelOptimizer
 from starling.policy.train.preference import DpoTrainer, PreferenceTrainer, RewardModelTrainer
 from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
-from starling.policy.train.trainer import Trainer
 from starling.weightsync.tensors.adapters import base_tensors, is_adapted
 from starling.weightsync.tensors.modules import local_tensor
 
@@ -60,6 +61,20 @@ else:
 
 
 log = structlog.get_logger(__name__)
+
+
+class StepMaker(Protocol):
+    """A trainer as a learner keeps it: each kind has a `step` of its own."""
+
+    kind: ClassVar[TrainerKind]
+    optimizer: ModelOptimizer
+
+    @property
+    def reference(self) -> ReferenceModel | None:
+        """The weights that its loss compares with."""
+
+    def begin_step(self) -> None:
+        """Prepare a step, after one that may have failed."""
 
 
 class Learner:
@@ -107,7 +122,7 @@ class Learner:
         """The tensors of a version; every step changes them in place."""
         self.clock = StepClock(self.model.device)
         """Phases of each step, entered by the trainers."""
-        self.trainer: Trainer | None = None
+        self.trainer: StepMaker | None = None
         self.next_prompt = 0
         """Position in the data of the first prompt that no step has trained yet."""
         self.metrics: dict[str, float] = {}
@@ -352,7 +367,7 @@ class Learner:
         return {name.removeprefix(WEIGHTS): part.moved(copies[name]) for name, part in parts.items()}
 
     @contextmanager
-    def _stepping(self, trainer: Trainer, num_steps: int) -> Iterator[None]:
+    def _stepping(self, trainer: StepMaker, num_steps: int) -> Iterator[None]:
         """Prepare a step of a run of `num_steps`, and record whether it fails with the weights changed."""
         trainer.optimizer.total_steps = num_steps  # a restored state may be of a shorter run
         self.check_whole()
@@ -394,7 +409,7 @@ class Learner:
                 local.copy_(parts[name].local)
         self.parallel.restored(live)
 
-    def _fresh(self, kind: TrainerKind, num_steps: int) -> Trainer:
+    def _fresh(self, kind: TrainerKind, num_steps: int) -> StepMaker:
         """Return a new trainer, after dropping the active one: both optimizers might not fit in memory."""
         self.trainer = None
         model, settings, clock, parallel = self.model, self._settings, self.clock, self.parallel
@@ -452,7 +467,7 @@ class Learner:
         return model
 
 
-def _changed_reference(trainer: Trainer) -> Mapping[str, Tensor]:
+def _changed_reference(trainer: StepMaker) -> Mapping[str, Tensor]:
     """Return the tensors of a trainer's reference, unless it is version 0, which can be loaded again."""
     reference = trainer.reference
     return {} if reference is None or reference.version <= 0 else reference.tensors

@@ -1,11 +1,12 @@
 """State machine of a reward replica: groups in progress, from scores to rewards. Pure.
 
     ScoreGroup --add--> queued --slot free--> working --last score recorded--> answered
+               --fail--> answered
 
-`add`, `record` and `cancel` return the commands that follow. The reward of a trajectory is the weighted sum of its
-scores; each of them and the sum may have bounds. A trajectory that arrives with a status that cannot be trained is not
-scored and keeps its status. A scorer for other prompts adds nothing, and its score is null; a prompt without any scorer
-has no reward.
+`add`, `fail`, `record` and `cancel` return the commands that follow. The reward of a trajectory is the weighted sum of
+its scores; each of them and the sum may have bounds. A trajectory that arrives with a status that cannot be trained is
+not scored and keeps its status. A scorer for other prompts adds nothing, and its score is null; a prompt without any
+scorer has no reward.
 
 A group whose needed score has timed out is answered at once: the controller uses no group with a failure, and texts
 that are made to hang the scorer would take the time limit of each completion. Likewise a group waits no more for its
@@ -19,8 +20,9 @@ from dataclasses import dataclass, field
 
 from starling.common.counts import counted
 from starling.common.wire.messages import TRAINABLE_STATUSES, GroupScored, Prompt, ScoreGroup, Status
+from starling.reward.core.media import MediaRow, MediaTensor
 from starling.reward.core.rewards import NO_BOUNDS, RewardBounds, WeightedScorer, bounded, combine, components
-from starling.reward.core.samples import PromptText, Score, ScoreTask, group_task
+from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,9 @@ class GroupScores:
         """Return the leases that wait for a slot."""
         return tuple(self._queue)
 
-    def add(self, message: ScoreGroup) -> list[Command]:
-        """Add a group under a new lease."""
-        task = _task_of(message, self.scorers)
+    def add(self, message: ScoreGroup, latents: MediaTensor | None = None) -> list[Command]:
+        """Add a group under a new lease. `latents`: those of its completions, one row each; None without media."""
+        task = _task_of(message, self.scorers, latents)
         num_completions = len(message.completions)
         scores: list[list[Score | None]] = [[None] * num_completions for _ in self.scorers]
         num, evaluating = len(task.samples), sum(self.scorers[scorer].evaluates for scorer in task.scorers)
@@ -92,6 +94,16 @@ class GroupScores:
         self._groups[message.lease] = group
         self._queue.append(message.lease)
         return self._fill_slots()
+
+    def fail(self, message: ScoreGroup, status: Status, problem: str) -> list[Command]:
+        """Answer a group that cannot be scored: each completion that could be trained has `status`, and no reward.
+
+        `problem`: a sentence.
+        """
+        whose = [one.status if one.status not in TRAINABLE_STATUSES else status for one in message.completions]
+        nothing: tuple[float | None, ...] = (None,) * len(whose)
+        answer = GroupScored(lease=message.lease, rewards=nothing, statuses=tuple(whose), problems=(problem,))
+        return [SendScores(answer)]
 
     def record(self, score: Score) -> list[Command]:
         """Record one score. A score of an unknown group, or one that is recorded already, changes nothing."""
@@ -137,12 +149,21 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n\n".join(message.content for message in prompt.messages)
 
 
-def _task_of(message: ScoreGroup, scorers: tuple[WeightedScorer, ...]) -> ScoreTask:
-    trainable = ((i, item) for i, item in enumerate(message.completions) if item.status in TRAINABLE_STATUSES)
+def scored_by(message: ScoreGroup, scorers: tuple[WeightedScorer, ...]) -> tuple[int, ...]:
+    """Return the indices of the scorers that score the completions of a group."""
+    wanted = ((index, scorer) for index, scorer in enumerate(scorers) if message.evaluate or not scorer.evaluates)
+    return tuple(index for index, scorer in wanted if scorer.scores(message.prompt.metadata))
+
+
+def _task_of(message: ScoreGroup, scorers: tuple[WeightedScorer, ...], latents: MediaTensor | None) -> ScoreTask:
+    samples = tuple(
+        Sample(index, 0, completion, None if latents is None else MediaRow(0, index))
+        for index, completion in enumerate(message.completions)
+        if completion.status in TRAINABLE_STATUSES
+    )
     prompt = PromptText(prompt_text(message.prompt), message.prompt.reference, message.prompt.metadata)
-    wanted = ((i, scorer) for i, scorer in enumerate(scorers) if message.evaluate or not scorer.evaluates)
-    scored_by = tuple(index for index, scorer in wanted if scorer.scores(message.prompt.metadata))
-    return group_task(message.lease, trainable, prompt, scored_by)
+    media = () if latents is None else (latents,)
+    return ScoreTask(message.lease, (prompt,), samples, scored_by(message, scorers), media)
 
 
 def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...], bounds: RewardBounds) -> GroupScored:

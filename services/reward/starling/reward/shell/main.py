@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -17,6 +17,7 @@ from starling.common.observe.process import STOP_S, StopSignal, end_process, end
 from starling.common.observe.tracing.traces import open_traces
 from starling.common.service import ServiceArguments, link_settings, serve
 from starling.common.settings import ServiceSettings
+from starling.reward.core.media import INPUTS, Input
 from starling.reward.core.samples import Score
 from starling.reward.cosmos_settings import translate
 from starling.reward.score.decode.start import AnyPool, check_pool, open_pool
@@ -45,6 +46,17 @@ class RewardProcess(ServiceSettings):
     """All settings of a reward process."""
 
     reward: RewardSettings
+    diffusion: dict[str, Any] | None = None
+    """Samples of a diffusion model, for rollouts and policies. Here it only matters whether there is such a section:
+    completions are latents then."""
+
+    def inputs(self) -> tuple[Input, ...]:
+        """Return what the samples that are scored may have."""
+        if self.reward.http.enabled:
+            return INPUTS
+        if self.diffusion is None:
+            return ("text",)
+        return ("text", "latents", "pixels") if self.reward.decoder.folders else ("text", "latents")
 
 
 class FrontEnd(Protocol):
@@ -103,7 +115,7 @@ class Shell:
             from starling.reward.shell.http import HttpFrontEnd, check_http
 
             check_http(settings.reward.http, arguments.name)
-        check_pool(settings.reward, only_texts=not settings.reward.http.enabled)
+        check_pool(settings.reward, inputs=settings.inputs())
         self._settings = settings.reward
         # A worker that does not start in time is started again.
         self._start_limit_s = 2 * settings.reward.start_timeout_s + settings.network.connect_s
@@ -114,7 +126,7 @@ class Shell:
         if arguments.controller:
             link = link_settings(arguments, settings)
             traces = open_traces(settings.observe.traces, settings.run.id, "reward", arguments.name)
-            self._fronts.append(ControllerFrontEnd(settings.reward, link, arguments.folder, traces))
+            self._fronts.append(ControllerFrontEnd(settings.reward, link, arguments.folder, self._memory, traces))
         if settings.reward.http.enabled:
             self._fronts.append(HttpFrontEnd(settings.reward, arguments.name, arguments.folder, self._memory))
         self._reported_at = float("-inf")

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.diffusion.settings import SamplerSettings
 from starling.algo.routing import Experts
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import StarlingError
@@ -205,6 +206,8 @@ class EngineSpec:
     has_own_weights: bool = False
     """The weights of `path` are the run's only ones, because it has no policy: nothing will be pulled, and the layout
     of the engine may be empty."""
+    diffusion: SamplerSettings | None = None
+    """Samples of a diffusion model, whose pipeline is in `path`; None for a language model."""
 
 
 class Engine(Protocol):

@@ -1,9 +1,12 @@
-"""Preparation of prompts: token ids and, in threads so that sampling continues, the tensors of images and videos."""
+"""Preparation of prompts: token ids and, in threads so that sampling continues, the tensors of images and videos.
+
+For a diffusion model every prompt is prepared in these threads, because its text encoders take seconds.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +20,8 @@ log = structlog.get_logger(__name__)
 
 NUM_THREADS = 2
 """Two, so that a file system that hangs leaves one."""
+Encode = Callable[[Prompt], tuple[list[int], Mapping[str, Any]]]
+"""Returns a prompt's token ids and tensors."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,13 @@ class PreparedPrompt:
 
     message: GenerateGroup
     ids: list[int] = field(default_factory=list)
-    tensors: dict[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
 
 @dataclass(slots=True)
 class _Reading:
-    """The media of one prompt, queued or being read."""
+    """One prompt for a thread, queued or being read."""
 
     since: float
     """When it was queued or, once a thread reads it, when that began."""
@@ -44,18 +49,24 @@ class PromptPreparation:
 
     Args:
         encode: returns a prompt's token ids and tensors; called in any thread.
-        put: takes each `PreparedPrompt` of a prompt with media.
-        timeout_s: limit on reading the media of one prompt, from when a thread begins. A queued prompt may wait as long
+        put: takes each `PreparedPrompt` of a prompt that a thread prepares.
+        timeout_s: limit on preparing a prompt in a thread, from when that begins. A queued prompt may wait as long
             as those before it take, unless no thread begins anything for that time: then all threads hang. The lease's
             deadline, set by the controller, applies in any case.
+        product: what the threads prepare, named in errors.
+        has_texts: threads prepare every prompt, and not only those with media.
     """
 
     def __init__(
         self,
-        encode: Callable[[Prompt], tuple[list[int], dict[str, Any]]],
+        encode: Encode,
         put: Callable[[object], None],
         timeout_s: float,
+        *,
+        product: str = "images and videos",
+        has_texts: bool = False,
     ) -> None:
+        self._product, self._has_texts = product, has_texts
         self._encode, self._put, self._timeout_s = encode, put, timeout_s
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prepare")
         self._readings: dict[str, _Reading] = {}
@@ -63,8 +74,8 @@ class PromptPreparation:
         """When a thread last began to read."""
 
     def begin(self, message: GenerateGroup) -> PreparedPrompt | None:
-        """Prepare the prompt of `message`: a text at once, else the result is `put` later."""
-        if not message.prompt.media:
+        """Prepare the prompt of `message`: a text at once, unless threads prepare it; their result is `put` later."""
+        if not message.prompt.media and not self._has_texts:
             return self._prepare(message)
         reading = self._readings[message.lease] = _Reading(time.monotonic())
         reading.future = self._pool.submit(self._read, message, reading)
@@ -89,19 +100,19 @@ class PromptPreparation:
         return leases
 
     def expire(self, now: float) -> list[tuple[str, str]]:
-        """Cancel the prompts whose media took too long; return their leases with the reason."""
+        """Cancel the prompts that took too long; return their leases with the reason."""
         late = [lease for lease, reading in self._readings.items() if now - self._clock(reading) >= self._timeout_s]
         for lease in late:
             self.cancel(lease)
-        return [(lease, f"its images and videos could not be read within {self._timeout_s:g} s") for lease in late]
+        return [(lease, f"its {self._product} could not be read within {self._timeout_s:g} s") for lease in late]
 
     def waits(self, now: float) -> tuple[Wait, ...]:
-        """Return the wait for media at `now`, since the oldest prompt made no progress."""
+        """Return the wait for the threads at `now`, since the oldest prompt made no progress."""
         if not self._readings:
             return ()
         since_s = now - min(self._clock(reading) for reading in self._readings.values())
         left_s = max(0.0, self._timeout_s - since_s)
-        return (Wait(what="images and videos of prompts", on="disk", since_s=since_s, seconds_left=left_s),)
+        return (Wait(what=f"{self._product} of prompts", on="disk", since_s=since_s, seconds_left=left_s),)
 
     def close(self) -> None:
         """Cancel what is queued."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ENGINES: Final = {
     "transformers": "starling.rollout.engine.embedded.engine:transformers_engine",
     "vllm": "starling.rollout.engine.vllm.engine:VllmEngine",
+    "diffusion": "starling.rollout.engine.diffusion.build:diffusion_engine",
 }
 """Import path of what builds each engine from an `EngineSpec`; imported on use, as each needs its own libraries."""
 

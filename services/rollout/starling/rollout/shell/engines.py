@@ -110,13 +110,15 @@ def make_spec(
     serving: ServingOptions | None = None,
     nodes: NodeSetup | None = None,
 ) -> EngineSpec:
-    """Return the specification of the replica's engine; `config` belongs to the model in `path`.
+    """Return the specification of the replica's engine; `config` and `tokenizer` belong to the model in `path`, and
+    are None for a diffusion model.
 
     Raises:
         ConfigError: the sequence length is more than the policy can train.
     """
     from starling.rollout.engine.model_config import end_token_ids, max_trainable_length
 
+    is_text = settings.diffusion is None
     return EngineSpec(
         path=path,
         has_own_weights=settings.rollout.load_weights and not KINDS[settings.run.kind].trains,
@@ -124,11 +126,12 @@ def make_spec(
         rollout=settings.rollout,
         weights=settings.weights,
         name=name,
-        eos_token_ids=end_token_ids(tokenizer, path),
-        max_model_len=max_trainable_length(config, settings.rollout.max_model_len),
+        eos_token_ids=end_token_ids(tokenizer, path) if is_text else (),
+        max_model_len=max_trainable_length(config, settings.rollout.max_model_len) if is_text else None,
         wake=wake,
         serving=serving,
         nodes=nodes,
+        diffusion=settings.diffusion,
     )
 
 

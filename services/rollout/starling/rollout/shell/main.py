@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from starling.algo.text import decode
 from starling.common.errors import StarlingError
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.notify import NotifySocket
@@ -22,7 +21,7 @@ from starling.common.wire import messages as wire
 from starling.rollout.api.start import start_api
 from starling.rollout.core import machine as core
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.preparation import PreparedPrompt, PromptPreparation
+from starling.rollout.engine.preparation import PreparedPrompt
 from starling.rollout.engine.queue import EngineQueue
 from starling.rollout.env.episodes.trajectory import PlayedGroup
 from starling.rollout.env.registry import make_environment
@@ -31,6 +30,7 @@ from starling.rollout.shell.adoption import Adoptions, PullEnded
 from starling.rollout.shell.engines import EngineFactory, ThroughputMeter, hello_of, make_spec
 from starling.rollout.shell.groups import EngineGroups, EnvironmentGroups, HasLeases
 from starling.rollout.shell.nodes import find_model, make_agent, setup_of
+from starling.rollout.shell.prompts import decoder_of, make_encoder, make_preparation, read_language_model
 from starling.rollout.shell.publisher import RolloutPublisher, serving_of
 
 if TYPE_CHECKING:
@@ -62,15 +62,9 @@ class Shell:
         path = find_model(settings)
         self._nodes = setup_of(settings, arguments, path)
         link = link_settings(arguments, settings)  # first: a wrong key must not cost the start of an engine
-        # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
-        from starling.algo.tokenizer import load_tokenizer
-        from starling.rollout.engine.model_config import read_config
-
         self._settings, self._arguments = settings, arguments
-        trusted = settings.model.trust_remote_code
-        config = read_config(path, trust_remote_code=trusted)
         self._environment = make_environment(own.environment)
-        self._tokenizer: Any = load_tokenizer(path, config, trust_remote_code=trusted)
+        config, self._tokenizer = read_language_model(path, settings)
         self._wake: Callable[[], None] = lambda: None  # until the link exists
         self._serving = serving_of(settings)
         wake = lambda: self._wake()  # noqa: E731 - it is set later
@@ -86,7 +80,6 @@ class Shell:
 
     def _build_parts(self, path: Path, config: Any, link: LinkSettings) -> None:
         """Create the parts around the engine; `config` belongs to the model in the folder `path`."""
-        from starling.rollout.engine.multimodal.prompts import PromptEncoder
         from starling.weightsync.plan.layout import encode
 
         settings, arguments, own = self._settings, self._arguments, self._settings.rollout
@@ -107,11 +100,11 @@ class Shell:
         self._wake = self._link.wake
         self._profiler = Profiler(arguments.name, arguments.folder, self._link.report_profile)
         self._traces = open_traces(settings.observe.traces, settings.run.id, "rollout", arguments.name)
-        self._groups = EngineGroups(self._link.answer, lambda ids: decode(self._tokenizer, ids))
+        self._groups = EngineGroups(self._link.answer, decoder_of(self._tokenizer))
         self._adoptions = Adoptions(self._link, settings)
         tools = self._environment.tools if self._environment else ()
-        encoder = PromptEncoder(config, self._tokenizer, path, max_media_bytes=own.max_media_bytes, tools=tools)
-        self._preparation = PromptPreparation(encoder.encode, self._link.put, own.media_timeout_s)
+        self._encoder = make_encoder(path, settings, config, self._tokenizer, tools)
+        self._preparation = make_preparation(self._encoder, settings, self._link.put)
         self._publisher = RolloutPublisher(
             layout, self._serving, settings.weights.digests, self._link.answer, self._link.put, self._report_soon
         )
@@ -453,6 +446,7 @@ class Shell:
             self._pause_or_resume()
             self._interrupt("it gives its devices to others")
             self._adoptions.stop()
+            self._encoder.release()
             self._engine.sleep()
             self._link.fence.keeps_devices(False)
         if order.lease:

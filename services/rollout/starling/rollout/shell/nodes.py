@@ -11,6 +11,7 @@ from starling.common.folder_digests import model_digest
 from starling.common.nodes.agent import NodeAgent
 from starling.common.nodes.facts import NodeFacts, digests_of
 from starling.common.nodes.nodes import JoinLimit, NodeSetup
+from starling.common.pipeline_folder import check_pipeline_folder
 from starling.common.service import ServiceArguments, check_model_folder, host_name
 from starling.rollout.settings import RolloutProcess
 from starling.rollout.shell.engines import make_spec
@@ -23,9 +24,12 @@ LABEL: Final = "executor"
 
 def find_model(settings: RolloutProcess) -> Path:
     """Return the folder of the model. Raises ConfigError if it cannot be used."""
+    weights = settings.rollout.load_weights or settings.model.lora is not None
+    if settings.diffusion is not None:
+        return check_pipeline_folder(settings.model.path, weights=weights)
     return check_model_folder(
         settings.model.path,
-        weights=settings.rollout.load_weights or settings.model.lora is not None,
+        weights=weights,
         runs_code=settings.model.trust_remote_code,
     )
 

@@ -26,7 +26,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from starling.algo.diffusion.conditions import RANKS
+from starling.algo.denoising import RANKS
 from starling.algo.diffusion.text.embedder import Embeddings, PipelineEmbedder
 from starling.common.errors import ConfigError
 from starling.common.files import open_regular
@@ -76,6 +76,10 @@ class CachedEmbedder:
             if prompt not in found:
                 found[prompt] = self._found(prompt, unconditional)
         return [found[prompt] for prompt in prompts]
+
+    def unload(self) -> None:
+        """Drop the text encoders, if they are loaded; a prompt that is not in the cache loads them again."""
+        self._embedder.unload()
 
     def path_of(self, prompt: str, *, unconditional: bool = False) -> Path:
         """Return the file of a prompt, whether or not it is there."""

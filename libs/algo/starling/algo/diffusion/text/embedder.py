@@ -18,7 +18,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from starling.algo.diffusion.conditions import conditions_problem
+from starling.algo.denoising import conditions_problem
 from starling.algo.diffusion.folder import PipelineFolder, transformer_width
 from starling.algo.diffusion.text.families import TEXT_FAMILIES, TextParts, default_instruction
 from starling.common.errors import ConfigError
@@ -87,6 +87,10 @@ class PipelineEmbedder:
         """Whether the text encoders are in memory."""
         return self._parts is not None
 
+    def unload(self) -> None:
+        """Drop the text encoders, if they are loaded; the next prompt loads them again. Called from any thread."""
+        self._parts = None
+
     def source(self) -> str:
         """Return a digest of the files that embeddings are computed from, and of the settings; it reads the files.
 
@@ -107,12 +111,13 @@ class PipelineEmbedder:
         return [self._embedded(prompt, unconditional) for prompt in prompts]
 
     def _embedded(self, prompt: str, unconditional: bool) -> Embeddings:
-        if self._parts is None:
-            self._parts = self._loaded()
+        parts = self._parts
+        if parts is None:
+            parts = self._parts = self._loaded()
         instruction, text = self.text_of(prompt, unconditional=unconditional)
         try:
             with torch.no_grad():
-                found = self._family.encode(self._parts, text, instruction)
+                found = self._family.encode(parts, text, instruction)
         except ConfigError:
             raise
         except Exception as error:  # the user's folder: a tokenizer without a chat template, or for another encoder

@@ -27,8 +27,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from starling.algo.diffusion.conditions import POOLED, TEXT
 from starling.common.errors import ConfigError
+from starling.common.wire.tensors import POOLED, TEXT
 
 _CLIP_LENGTH: Final = 77
 """Tokens of a text for CLIP."""

@@ -19,11 +19,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from starling.algo.diffusion.conditions import POOLED, RANKS, TEXT, TEXT_MASK, conditions_problem
+from starling.algo.denoising import RANKS, conditions_problem
 from starling.algo.diffusion.text.embedder import Embeddings
 from starling.algo.diffusion.text.pickles import read_arrays
 from starling.common.errors import ConfigError
 from starling.common.files import open_regular
+from starling.common.wire.tensors import POOLED, TEXT, TEXT_MASK
 
 ENDINGS: Final = (".safetensors", ".npy", ".pickle", ".pkl")
 MAX_BYTES: Final = 1 << 30

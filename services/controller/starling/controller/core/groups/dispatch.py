@@ -6,6 +6,7 @@ import msgspec
 
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
+from starling.common.wire.tensors import LATENTS
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.groups.admission import newest_allowed, num_completions, required_version, sampling
 from starling.controller.core.groups.group import GENERATED, Group, Groups
@@ -161,6 +162,7 @@ def _score(state: ControllerState, member: Member, group: Group) -> None:
         wire.CompletionText(text=t.text, status=t.status, num_tokens=t.num_tokens - t.num_masked, reward=t.reward)
         for t in group.trajectories
     ]
+    made = [index for index, tensor in enumerate(group.tensors) if tensor.name == LATENTS]
     group.score_lease = grant(
         state,
         member,
@@ -171,7 +173,9 @@ def _score(state: ControllerState, member: Member, group: Group) -> None:
             prompt=group.prompt,
             completions=tuple(completions),
             evaluate=state.plan.evaluates(group.purpose, group.ordinal),
+            tensors=tuple(group.tensors[index] for index in made),
         ),
+        tuple(group.buffers[index] for index in made),
     )
 
 

@@ -19,6 +19,7 @@ from starling.common.wire.tensors import (
     KEPT_COUNTS,
     KEPT_IDS,
     KEPT_TENSORS,
+    LATENTS,
     LOSS_MASK,
     ROUTING,
     ROUTING_TENSORS,
@@ -102,10 +103,7 @@ def on_generated(
         return
     if message.temperature >= 0:  # a controller that took the work over did not request it
         group.temperature = message.temperature
-    # Nothing of an evaluation is trained. Its rewards need only the message, and its tokens would take memory until it
-    # closes, and space in the journal.
-    keeps_tokens = group.purpose == "train" and state.plan.kind.keeps_tokens
-    tensors, buffers = (message.tensors, event.buffers) if keeps_tokens else ((), ())
+    tensors, buffers = _kept(state, group, message, event.buffers)
     trajectories = _with_known_names(state, member, message.trajectories, group.purpose)
     if any(one.problem for one in trajectories):  # none of them has failed, and it would be kept
         trajectories = tuple([msgspec.structs.replace(one, problem="") for one in trajectories])
@@ -126,6 +124,20 @@ def on_generated(
     state.outbox.write(record, buffers)
     if not state.plan.num_rewards:
         store_zero_rewards(state, groups, group)
+
+
+def _kept(
+    state: ControllerState, group: Group, message: wire.GroupGenerated, buffers: Buffers
+) -> tuple[tuple[wire.TensorMeta, ...], Buffers]:
+    """Return the tensors of a group that are still needed.
+
+    Nothing of an evaluation is trained. Its rewards need only the message and what scorers get, and its tokens would
+    take memory until it closes, and space in the journal.
+    """
+    if group.purpose == "train" and state.plan.kind.keeps_tokens:
+        return message.tensors, buffers
+    scored = [index for index, tensor in enumerate(message.tensors) if tensor.name == LATENTS]
+    return tuple(message.tensors[index] for index in scored), tuple(buffers[index] for index in scored)
 
 
 def _with_known_names(
@@ -442,6 +454,7 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     _note_if_complete(state, group)
     state.outbox.write(stored)
     if group.purpose == "evaluate":
+        group.tensors, group.buffers = (), ()  # what the scorers have read
         state.dirty |= Dirty.EVALUATE
     elif state.buffer.is_full():  # most groups are not the last of their step
         state.dirty |= Dirty.TRAIN

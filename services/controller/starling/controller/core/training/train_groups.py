@@ -11,6 +11,7 @@ from starling.common.ranges import MAX_TOKENS
 from starling.common.wire import messages as wire
 from starling.common.wire.codec import MAX_BUFFERS, MAX_MESSAGE_BYTES
 from starling.common.wire.tensors import (
+    DENOISING_TENSORS,
     GROUP_TENSORS,
     KEPT_TENSORS,
     LOSS_MASK,
@@ -51,15 +52,18 @@ def step_problem(
     *,
     has_teacher: bool,
     scorers: Sequence[TrainedScorer] = (),
+    denoises: bool = False,
 ) -> str:
     """Return why the groups of a step may not fit into one message, in one sentence; empty if they always do.
 
     A rollout chooses how many tensors its groups have, and how large the numbers in them are, within what the recipe
-    allows: the largest ones count. `scorers`: those whose scores are sent.
+    allows: the largest ones count. `scorers`: those whose scores are sent; `denoises`: completions are denoising
+    trajectories.
     """
     names = [*[""] * len(GROUP_TENSORS), LOSS_MASK, *PROMPT_TENSORS]
     names += [*(KEPT_TENSORS if sampling.logprobs == "truncated" else ()), *(TEACHER_TENSORS if has_teacher else ())]
     names += ROUTING_TENSORS if sampling.routing == "replayed" else ()
+    names += DENOISING_TENSORS if denoises else ()
     most = 1 << 40
     tensors = [wire.TensorMeta(dtype="float32", shape=(most, most), nbytes=most, name=name) for name in names]
     trajectory = wire.ScoredTrajectory(

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from starling.algo.diffusion.folder import INDEX, load_transformer, read_pipeline
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import check_digests, write_digests
 from starling.common.ids import whole_number
 from starling.common.settings import ModelSettings
 from starling.policy.train.checkpoint.header import CHECKPOINTS, STATES, VerifiedState, find_state, newest_state
+from starling.policy.train.checkpoint.pipeline import PipelineFiles, is_of_diffusers, save_transformer
 from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.checkpoint.state import TRAINER, WEIGHTS, SavedState
 from starling.policy.train.checkpoint.storage import Storage, whole_folder
@@ -39,6 +41,8 @@ CHECKPOINT: Final = "step-"
 """Prefix of a checkpoint's name, followed by its version."""
 _LAST: Final = "config.json"
 """Without this file a folder is not a model: it is written last where a folder cannot be renamed into place."""
+_COMPLETE: Final = frozenset({_LAST, INDEX})
+"""Such files of models and of pipelines of diffusers."""
 
 
 class Saveable(Protocol):
@@ -86,8 +90,8 @@ def export_hf(
     """Write the folder `name` of `storage` like `save_hf`. Returns its URL.
 
     Unless the storage is a local disk, the files are written to a new folder, below `temporary`, and then copied;
-    ``config.json`` is copied last, and removed first from a folder that is replaced. So a folder with that file is
-    complete.
+    ``config.json``, or ``model_index.json`` of a pipeline, is copied last, and removed first from a folder that is
+    replaced. So a folder with that file is complete.
 
     Raises:
         ConfigError: it cannot be written.
@@ -98,7 +102,7 @@ def export_hf(
         else:
             with tempfile.TemporaryDirectory(prefix="starling-export-", dir=temporary) as folder:
                 _write(model, tokenizer, Path(folder), weights, shard_mb)
-                storage.send(Path(folder), name, last=_LAST)
+                storage.send(Path(folder), name, last=INDEX if is_of_diffusers(model) else _LAST)
     return storage.url(name)
 
 
@@ -113,6 +117,8 @@ def _write(
         weights.write(folder, shard_mb)
     elif is_adapted(model) and (weights is None or all(map(is_adapter, weights))):
         save_adapters(model, folder, weights)
+    elif is_of_diffusers(model):
+        save_transformer(model, folder, weights, shard_mb)
     else:
         state = None if weights is None else dict(weights)
         model.save_pretrained(str(folder), state_dict=state, max_shard_size=f"{shard_mb}MB")
@@ -187,7 +193,9 @@ def newest_checkpoint(checkpoints: Storage) -> int:
     """Return the version of the newest complete checkpoint in a folder of checkpoints, -1 if there is none."""
     numbers = [name.removeprefix(CHECKPOINT) for name in checkpoints.names() if name.startswith(CHECKPOINT)]
     versions = sorted((version for version in map(whole_number, numbers) if version >= 0), reverse=True)
-    complete = (version for version in versions if _LAST in checkpoints.names(f"{CHECKPOINT}{version}"))
+    complete = (
+        version for version in versions if not _COMPLETE.isdisjoint(checkpoints.names(f"{CHECKPOINT}{version}"))
+    )
     return next(complete, -1)
 
 
@@ -214,24 +222,30 @@ def export_state(
     Raises:
         ConfigError: a state of another model or without EMA weights, or `out` cannot be written.
     """
-    from transformers import AutoTokenizer
-
     saved = SavedState.of(found)
     model = _architecture(saved, found.url, settings, seed)
     live = version_tensors(model)
     saved.restore(WEIGHTS, live)
     if ema:
         _put_ema(saved, found.url, live)
-    folder = Path(settings.path)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     export_hf(
         model,
-        TokenizerFiles(tokenizer, folder),
+        _further_files(settings),
         Storage(str(out.absolute().parent)),
         out.name,
         weights=export_model(model) if settings.lora is not None and settings.lora.merged else live,
         shard_mb=shard_mb,
     )
+
+
+def _further_files(settings: ModelSettings) -> Saveable:
+    """Return what an export has besides weights, from the model's folder. Raises OSError."""
+    folder = Path(settings.path)
+    if (folder / INDEX).is_file():
+        return PipelineFiles(folder)
+    from transformers import AutoTokenizer
+
+    return TokenizerFiles(AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code), folder)
 
 
 def _architecture(saved: SavedState, url: str, settings: ModelSettings, seed: int) -> PreTrainedModel:
@@ -242,14 +256,20 @@ def _architecture(saved: SavedState, url: str, settings: ModelSettings, seed: in
             f"the state {url} contains adapters, and [model.lora] is not known: give the state's path in its run's "
             "folder, whose config.toml has that section"
         )
-    model = load_model(
-        Path(settings.path),
-        init="random" if lora is None else "pretrained",
-        seed=seed,
-        dtype=str(saved.dtype(WEIGHTS)).removeprefix("torch.") if lora is None else settings.dtype,
-        trust_remote_code=settings.trust_remote_code,
-        scores=saved.state.trainer is not None and saved.state.trainer.kind == "reward_model",
-    )
+    path = Path(settings.path)
+    dtype = str(saved.dtype(WEIGHTS)).removeprefix("torch.") if lora is None else settings.dtype
+    model: Any
+    if (path / INDEX).is_file():
+        model = load_transformer(read_pipeline(path), dtype=getattr(torch, dtype), random=lora is None)
+    else:
+        model = load_model(
+            path,
+            init="random" if lora is None else "pretrained",
+            seed=seed,
+            dtype=dtype,
+            trust_remote_code=settings.trust_remote_code,
+            scores=saved.state.trainer is not None and saved.state.trainer.kind == "reward_model",
+        )
     if lora is not None:
         add_adapters(model, lora, seed=seed)
     return model

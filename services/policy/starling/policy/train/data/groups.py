@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.denoising import group_problem
 from starling.algo.media import media_problem, pixel_problem, placeholders_in
 from starling.algo.routing import Routing, routing_problem
 from starling.algo.truncation import KeptTokens, kept_problem
@@ -17,6 +18,7 @@ from starling.common.counts import counted
 from starling.common.errors import ConfigError, WireError
 from starling.common.wire.messages import ModelLimits, ScorerScores, Status, TensorMeta, TrainGroup
 from starling.common.wire.tensors import (
+    DENOISING_TENSORS,
     GROUP_TENSORS,
     KEPT_COUNTS,
     KEPT_IDS,
@@ -30,6 +32,7 @@ from starling.common.wire.tensors import (
     ROUTING_TENSORS,
     TEACHER_TENSORS,
     TensorForm,
+    form_of,
 )
 from starling.policy.train.errors import RejectedGroupsError
 
@@ -88,6 +91,8 @@ class ScoredGroup:
     model's own routers choose."""
     scores: tuple[ScorerScores, ...] = ()
     """Scores by each scorer that counts in the rewards; empty where they were not sent."""
+    denoising: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Tensors of denoising trajectories, by name (see `TrainGroup`); empty for a language model."""
 
     @property
     def sampled(self) -> Flags:
@@ -179,6 +184,8 @@ def _check_limits(group: ScoredGroup, limits: ModelLimits) -> None:
     """Refuse a group that would fail in the model's forward pass, and all groups of the step with it."""
     _check_vocabulary(group, limits.vocabulary_size)
     _check_longest(group, limits.longest)
+    if problem := group_problem(group.denoising, group.lengths, group.completion_ids, limits.denoising):
+        raise WireError(f"group {group.prompt_id!r} cannot be trained: {problem}")
     if group.routing is not None and limits.experts is None:
         raise WireError(
             f"group {group.prompt_id!r} has the experts of its tokens, and the model has none, or cannot replay them"
@@ -231,6 +238,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
     teacher: dict[str, npt.NDArray[Any]] = {}
     kept: dict[str, npt.NDArray[Any]] = {}
     experts: dict[str, npt.NDArray[Any]] = {}
+    denoising: dict[str, npt.NDArray[Any]] = {}
     loss_mask: npt.NDArray[np.uint8] | None = None
     for index, meta in enumerate(group.tensors):
         frame = next(frames)
@@ -247,8 +255,11 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
             experts[meta.name] = _array(group.prompt_id, meta, form, frame)
         elif meta.name == LOSS_MASK:
             loss_mask = _array(group.prompt_id, meta, MASK_FORM, frame)
+        elif (own_form := form_of(meta.name, meta.dtype, len(meta.shape))) is not None:
+            denoising[meta.name] = _array(group.prompt_id, meta, own_form, frame)
         else:
-            allowed = ", ".join([*PROMPT_TENSORS, *TEACHER_TENSORS, *KEPT_TENSORS, *ROUTING_TENSORS, LOSS_MASK])
+            names = (*PROMPT_TENSORS, *TEACHER_TENSORS, *KEPT_TENSORS, *ROUTING_TENSORS, LOSS_MASK, *DENOISING_TENSORS)
+            allowed = ", ".join(names)
             raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {allowed}")
     prompt_ids, completion_ids, logprobs, versions = arrays
     for found, names in ((kept, (KEPT_COUNTS, KEPT_IDS)), (experts, ROUTING_TENSORS)):
@@ -273,6 +284,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
             kept=KeptTokens(kept[KEPT_COUNTS], kept[KEPT_IDS]) if kept else None,
             routing=Routing(experts[PROMPT_ROUTING], experts[ROUTING]) if experts else None,
             scores=group.scores,
+            denoising=denoising,
         )
     except ConfigError as error:
         raise WireError(str(error)) from error

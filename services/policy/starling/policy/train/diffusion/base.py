@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from starling.algo.diffusion.conditions import Conditions
 from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.core.phases import NullClock, PhaseClock
-from starling.policy.settings.diffusion import DiffusionSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.packing import Index
@@ -46,11 +46,12 @@ class CleanSamples:
 class DiffusionModelTrainer:
     """A diffusion transformer that is trained in place, with its optimizer and, where a loss needs it, a reference."""
 
+    kind: ClassVar[TrainerKind]
+
     def __init__(
         self,
         model: torch.nn.Module,
         settings: PolicySettings,
-        diffusion: DiffusionSettings,
         optimizer: OptimizerSettings,
         *,
         total_steps: int,
@@ -63,7 +64,6 @@ class DiffusionModelTrainer:
         Args:
             model: one of `starling.algo.diffusion.models`, trained in place.
             settings: defaults of every step.
-            diffusion: of samples and trajectories.
             optimizer: settings of this kind of step.
             total_steps: planned number of steps; decides the decay of the learning rate.
             reference: model of the divergence; by default a copy of `model` as it is before the first step.
@@ -71,12 +71,15 @@ class DiffusionModelTrainer:
             clock: records the phases of each step.
         """
         self._model = model.eval()
-        self._settings, self._diffusion = settings, diffusion
+        self._settings = settings
         self._clock = clock or NullClock()
         self._device = next(model.parameters()).device
         device = optimizer_device(model, settings.memory)
         self.optimizer = ModelOptimizer(model, optimizer, total_steps, device=device)
         self.reference = ReferenceModel(model, initial, reference)
+
+    def begin_step(self) -> None:
+        """Prepare a step, after one that may have failed: there is nothing to clear."""
 
     def _prepare_reference(self, settings: PolicySettings, step: int) -> bool:
         """Make the reference of a step available. Returns whether its loss has a divergence from it."""

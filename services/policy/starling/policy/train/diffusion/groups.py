@@ -11,16 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from starling.algo.diffusion.conditions import (
-    LATENTS,
-    STATES,
-    Conditions,
-    conditions_of,
-    conditions_problem,
-    joined,
-)
+from starling.algo.denoising import conditions_problem
+from starling.algo.diffusion.conditions import Conditions, conditions_of, joined
 from starling.algo.diffusion.sampler import STORED, Sampler
 from starling.common.errors import ConfigError
+from starling.common.wire.tensors import LATENTS, STATES
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.data.packing import Index
 
@@ -84,7 +79,8 @@ def read_group(
     prompt = {name: array for name, array in tensors.items() if name not in (STATES, LATENTS)}
     if problem := conditions_problem(prompt, length):
         raise ConfigError(f"group {scored.prompt_id!r} cannot be trained: {problem}")
-    found = {name: torch.from_numpy(tensors[name]) for name in (STATES, LATENTS) if name in tensors}
+    # A copy, as torch has no tensors that cannot be written, such as those in the buffers of a message.
+    found = {name: torch.from_numpy(tensors[name].copy()) for name in (STATES, LATENTS) if name in tensors}
     if not found:
         raise ConfigError(f"group {scored.prompt_id!r} cannot be trained: it has neither {STATES} nor {LATENTS}")
     states = found.get(STATES, torch.zeros(0, 0))

@@ -24,9 +24,10 @@ from starling.algo.diffusion.models import velocity
 from starling.algo.diffusion.sampler import Sampler
 from starling.algo.loss.diffusion import Forward, negative_aware
 from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.core.phases import PhaseClock
-from starling.policy.settings.diffusion import DiffusionSettings
 from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.data.digest import batch_digest
 from starling.policy.train.data.packing import Index
 from starling.policy.train.diffusion.base import CleanSamples, DiffusionModelTrainer, parts_of, update_metrics
 from starling.policy.train.diffusion.groups import DenoisedGroup
@@ -51,14 +52,13 @@ class _Minibatch:
 class NftTrainer(DiffusionModelTrainer):
     """Trains a diffusion transformer on scored samples, one step at a time."""
 
-    kind: ClassVar[str] = "nft"
+    kind: ClassVar[TrainerKind] = "rl"
 
     def __init__(
         self,
         model: torch.nn.Module,
         sampler: Sampler,
         settings: PolicySettings,
-        diffusion: DiffusionSettings,
         *,
         total_steps: int,
         reference: torch.nn.Module | None = None,
@@ -69,13 +69,14 @@ class NftTrainer(DiffusionModelTrainer):
         super().__init__(
             model,
             settings,
-            diffusion,
             settings.optimizer,
             total_steps=total_steps,
             reference=reference,
             initial=initial,
             clock=clock,
         )
+        self.batch_digest = 0
+        """Digest of the groups of the last step, see `starling.policy.train.data.digest`."""
         self._levels = torch.tensor([sigma for sigma in sampler.sigmas if sigma > 0.0])
 
     def step(
@@ -103,12 +104,15 @@ class NftTrainer(DiffusionModelTrainer):
         by_group = {id(group.scored): group for group in groups}
         generator = torch.Generator().manual_seed(step)
         minibatches = [
-            self._minibatch([by_group[id(one)] for one in part.groups], part, generator, uses_reference=uses_reference)
+            self._minibatch(
+                [by_group[id(one)] for one in part.groups], part, generator, settings, uses_reference=uses_reference
+            )
             for part in step_groups.split(settings.algorithm.num_minibatches)
         ]
         metrics = TokenMetrics()
         updates = [one for _ in range(settings.algorithm.num_passes) for one in minibatches]
         results = self._make(updates, lambda one: self._accumulate(one, settings, metrics), settings.optimizer)
+        self.batch_digest = batch_digest(step_groups.groups, step_groups.advantages)
         return {
             **group_metrics(step_groups),
             **metrics.read(),
@@ -117,10 +121,16 @@ class NftTrainer(DiffusionModelTrainer):
         }
 
     def _minibatch(
-        self, groups: Sequence[DenoisedGroup], part: StepGroups, generator: torch.Generator, *, uses_reference: bool
+        self,
+        groups: Sequence[DenoisedGroup],
+        part: StepGroups,
+        generator: torch.Generator,
+        settings: PolicySettings,
+        *,
+        uses_reference: bool,
     ) -> _Minibatch:
         """Noise the ends of the trajectories of some groups, and compute the velocities that do not change."""
-        count = self._diffusion.levels_per_sample
+        count, size = settings.diffusion.levels_per_sample, settings.diffusion.actions_per_microbatch
         ends = torch.cat([group.latents for group in groups if group.latents is not None]).float()
         clean = ends.repeat_interleave(count, dim=0)
         owner = [index for index, group in enumerate(groups) for _ in range(len(group.scored.lengths) * count)]
@@ -129,21 +139,18 @@ class NftTrainer(DiffusionModelTrainer):
         conditions = joined([group.conditions for group in groups]).rows(owner)
         samples = CleanSamples(clean, conditions, sigma, noise)
         advantages = torch.tensor([value for row in part.advantages for value in row]).repeat_interleave(count)
-        old = self._velocities(self._model, samples)
+        old = self._velocities(self._model, samples, size)
         if not uses_reference:
             return _Minibatch(samples, advantages, old, old)
         with self.reference.computing() as reference:
-            return _Minibatch(samples, advantages, old, self._velocities(reference, samples))
+            return _Minibatch(samples, advantages, old, self._velocities(reference, samples, size))
 
     @torch.no_grad()
-    def _velocities(self, model: Any, samples: CleanSamples) -> Tensor:
-        """Return the velocities of a model at noised samples, on the host."""
+    def _velocities(self, model: Any, samples: CleanSamples, size: int) -> Tensor:
+        """Return the velocities of a model at noised samples, `size` of them at a time, on the host."""
         self._clock.enter("forward")
         return torch.cat(
-            [
-                self._velocity(model, samples.take(part))[1].cpu()
-                for part in parts_of(len(samples.clean), self._diffusion.actions_per_microbatch)
-            ]
+            [self._velocity(model, samples.take(part))[1].cpu() for part in parts_of(len(samples.clean), size)]
         )
 
     def _velocity(self, model: Any, samples: CleanSamples) -> tuple[Tensor, Tensor]:
@@ -154,14 +161,15 @@ class NftTrainer(DiffusionModelTrainer):
 
     def _accumulate(self, minibatch: _Minibatch, settings: PolicySettings, metrics: TokenMetrics) -> float:
         """Accumulate the gradient of one update. Returns its loss, the mean over its samples."""
+        diffusion = settings.diffusion
         count, total = len(minibatch.advantages), torch.zeros((), device=self._device)
-        for part in parts_of(count, self._diffusion.actions_per_microbatch):
+        for part in parts_of(count, diffusion.actions_per_microbatch):
             self._clock.enter("forward")
             terms = negative_aware(
                 self._forward(minibatch, part),
-                beta=self._diffusion.nft_beta,
+                beta=diffusion.nft_beta,
                 kl=settings.algorithm.kl_coefficient,
-                bound=self._diffusion.advantage_bound,
+                bound=diffusion.advantage_bound,
             )
             metrics.add(terms.metrics)
             total = total + self._backward(terms.loss.float().sum() / count)

@@ -10,8 +10,8 @@ from starling.algo.diffusion.flow import noised
 from starling.algo.diffusion.models import velocity
 from starling.algo.loss.diffusion import matching
 from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.core.phases import PhaseClock
-from starling.policy.settings.diffusion import DiffusionSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.diffusion.base import CleanSamples, DiffusionModelTrainer, parts_of, update_metrics
 
@@ -19,19 +19,18 @@ from starling.policy.train.diffusion.base import CleanSamples, DiffusionModelTra
 class MatchingTrainer(DiffusionModelTrainer):
     """Trains a diffusion transformer on clean samples; every sample has the same weight."""
 
-    kind: ClassVar[str] = "matching"
+    kind: ClassVar[TrainerKind] = "sft"
 
     def __init__(
         self,
         model: torch.nn.Module,
         settings: PolicySettings,
-        diffusion: DiffusionSettings,
         *,
         total_steps: int,
         clock: PhaseClock | None = None,
     ) -> None:
         """Start with a fresh optimizer; see `DiffusionModelTrainer`."""
-        super().__init__(model, settings, diffusion, settings.sft.optimizer, total_steps=total_steps, clock=clock)
+        super().__init__(model, settings, settings.sft.optimizer, total_steps=total_steps, clock=clock)
 
     def step(self, samples: CleanSamples, settings: PolicySettings | None = None) -> dict[str, float]:
         """Make the next version from `samples`.
@@ -50,20 +49,21 @@ class MatchingTrainer(DiffusionModelTrainer):
             raise ConfigError("a supervised step has no samples: there is nothing to train")
         if not bool(samples.clean.isfinite().all()):
             raise ConfigError("a supervised step has a sample that is not finite: leave it out of the dataset")
-        optimizer = (settings or self._settings).sft.optimizer
+        settings = settings or self._settings
+        optimizer, size = settings.sft.optimizer, settings.diffusion.actions_per_microbatch
         losses = list[float]()
 
         def accumulate(samples: CleanSamples) -> float:
-            losses.append(self._accumulate(samples))
+            losses.append(self._accumulate(samples, size))
             return losses[-1]
 
         results = self._make([samples], accumulate, optimizer)
         return {"loss": losses[0], "num_sequences": float(len(samples.clean)), **update_metrics(results, optimizer)}
 
-    def _accumulate(self, samples: CleanSamples) -> float:
-        """Accumulate the gradient of a step. Returns its loss."""
+    def _accumulate(self, samples: CleanSamples, size: int) -> float:
+        """Accumulate the gradient of a step, of `size` samples at a time. Returns its loss."""
         count, total = len(samples.clean), torch.zeros((), device=self._device)
-        for part in parts_of(count, self._diffusion.actions_per_microbatch):
+        for part in parts_of(count, size):
             self._clock.enter("forward")
             some = samples.take(part)
             clean, noise, sigma = (one.to(self._device) for one in (some.clean, some.noise, some.sigma))

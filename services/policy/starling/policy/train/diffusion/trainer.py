@@ -29,9 +29,11 @@ from starling.algo.diffusion.transitions import Transition
 from starling.algo.loss.diffusion import data_term, mean_kl, normalised_log_ratio, velocity_kl
 from starling.algo.loss.terms import Tokens
 from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.core.phases import PhaseClock
 from starling.policy.settings.diffusion import DiffusionSettings
 from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.data.digest import batch_digest
 from starling.policy.train.data.groups import FloatArray
 from starling.policy.train.data.packing import Index
 from starling.policy.train.diffusion.base import CleanSamples, DiffusionModelTrainer, norm_of, parts_of, update_metrics
@@ -71,14 +73,13 @@ class _Minibatch:
 class DiffusionTrainer(DiffusionModelTrainer):
     """Trains a diffusion transformer on scored trajectories, one step at a time."""
 
-    kind: ClassVar[str] = "diffusion"
+    kind: ClassVar[TrainerKind] = "rl"
 
     def __init__(
         self,
         model: torch.nn.Module,
         sampler: Sampler,
         settings: PolicySettings,
-        diffusion: DiffusionSettings,
         *,
         total_steps: int,
         reference: torch.nn.Module | None = None,
@@ -93,11 +94,10 @@ class DiffusionTrainer(DiffusionModelTrainer):
         Raises:
             ConfigError: the algorithm is unknown, does not take one of the options, or cannot train trajectories.
         """
-        _check_algorithm(settings, diffusion)
+        _check_algorithm(settings)
         super().__init__(
             model,
             settings,
-            diffusion,
             settings.optimizer,
             total_steps=total_steps,
             reference=reference,
@@ -105,6 +105,8 @@ class DiffusionTrainer(DiffusionModelTrainer):
             clock=clock,
         )
         self._sampler = sampler
+        self.batch_digest = 0
+        """Digest of the groups of the last step, see `starling.policy.train.data.digest`."""
 
     def step(
         self,
@@ -133,15 +135,15 @@ class DiffusionTrainer(DiffusionModelTrainer):
         """
         settings = settings or self._settings
         algorithm, objective = settings.algorithm, objective_of(settings.algorithm)
-        if self._diffusion.data_coefficient and data is None:
+        if settings.diffusion.data_coefficient and data is None:
             raise ConfigError(
-                f"policy.diffusion.data_coefficient is {self._diffusion.data_coefficient:g}, and step {step} came "
+                f"policy.diffusion.data_coefficient is {settings.diffusion.data_coefficient:g}, and step {step} came "
                 "without samples of the dataset: give the run a dataset of videos, or set it to 0"
             )
         uses_reference = self._prepare_reference(settings, step)
         numbered, actions = number_actions(groups, self._sampler)
         metrics = TokenMetrics()
-        context = _StepContext(settings, self._diffusion, objective, actions, data, uses_reference, metrics)
+        context = _StepContext(settings, settings.diffusion, objective, actions, data, uses_reference, metrics)
         step_groups = compute_advantages(numbered, objective, step=step)
         skips = algorithm.skip_zero_advantage and not uses_reference
         minibatches = [
@@ -149,6 +151,8 @@ class DiffusionTrainer(DiffusionModelTrainer):
             for part in step_groups.split(algorithm.num_minibatches)
         ]
         results = self._update(minibatches, context)
+        # Of the groups as they came: their numbers depend on their order.
+        self.batch_digest = batch_digest([group.scored for group in groups], step_groups.advantages)
         return {
             **group_metrics(step_groups),
             **_rollout_metrics(minibatches, actions, step),
@@ -308,7 +312,7 @@ class DiffusionTrainer(DiffusionModelTrainer):
         numbers, sequence = np.unique(batch.sequence, return_inverse=True)
         tokens = Tokens(logprobs, old, rollout, advantages, torch.from_numpy(sequence).to(device), len(numbers))
         algorithm = context.settings.algorithm
-        losses = token_losses(tokens, torch.zeros_like(rollout), None, algorithm, context.objective, context.metrics)
+        losses = token_losses(tokens, None, None, algorithm, context.objective, context.metrics)
         return (losses * weights).sum()
 
     def _divergence(self, values: Tensor, minibatch: _Minibatch, context: _StepContext, part: Index) -> Tensor:
@@ -333,7 +337,7 @@ class _Predicted:
     velocity: Tensor
 
 
-def _check_algorithm(settings: PolicySettings, diffusion: DiffusionSettings) -> None:
+def _check_algorithm(settings: PolicySettings) -> None:
     """Refuse what has no meaning for trajectories. Raises ConfigError."""
     algorithm, objective = settings.algorithm, objective_of(settings.algorithm)
     if algorithm.entropy_coefficient:
@@ -341,7 +345,7 @@ def _check_algorithm(settings: PolicySettings, diffusion: DiffusionSettings) -> 
             f"policy.algorithm.entropy_coefficient is {algorithm.entropy_coefficient:g}, and the entropy of a step's "
             "distribution does not depend on the weights: set it to 0"
         )
-    if diffusion.ratio == "normalised" and objective.old != "proximal":
+    if settings.diffusion.ratio == "normalised" and objective.old != "proximal":
         raise ConfigError(
             "policy.diffusion.ratio = 'normalised' compares with the distributions at the start of the step: set "
             "policy.algorithm.old = 'proximal'"

@@ -108,7 +108,7 @@ def check_objective(settings: AlgorithmSettings) -> None:
 
 def token_losses(
     tokens: Tokens,
-    entropy: Tensor,
+    entropy: Tensor | None,
     reference_logprobs: Tensor | None,
     algorithm: AlgorithmSettings,
     objective: Objective,
@@ -118,7 +118,7 @@ def token_losses(
 
     Args:
         tokens: of one microbatch.
-        entropy: of each token's distribution, [N].
+        entropy: of each token's distribution, [N]; None for steps of trajectories, whose entropy is constant.
         reference_logprobs: under the reference model, [N]; None without a KL term.
         algorithm: coefficients of the regularisers.
         objective: loss and corrections.
@@ -126,13 +126,16 @@ def token_losses(
     """
     terms = _algorithm_terms(tokens, objective)
     factor, correction_metrics = correct(tokens, objective.corrections)
-    metrics.add(terms.metrics | correction_metrics | {"entropy": entropy})
+    metrics.add(terms.metrics | correction_metrics)
+    if entropy is not None:
+        metrics.add({"entropy": entropy})
     losses = terms.loss * factor if objective.corrections else terms.loss
     regularisers = []
     if reference_logprobs is not None:
         kl = kl_loss(tokens, reference_logprobs, kind=algorithm.kl_estimator)
         regularisers.append((algorithm.kl_coefficient, kl))
     if algorithm.entropy_coefficient:
+        assert entropy is not None, "it was checked"
         regularisers.append((algorithm.entropy_coefficient, entropy_bonus(entropy)))
     if algorithm.positive_nll_coefficient:
         regularisers.append((algorithm.positive_nll_coefficient, positive_nll(tokens)))

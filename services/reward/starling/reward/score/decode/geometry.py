@@ -147,6 +147,12 @@ def pixel_bytes(
     return total
 
 
+def decoded_bytes(latents: MediaForm, num: int, geometries: Geometries) -> int:
+    """Return how much memory the pixels take of `num` samples of one form of latents; 0 if none decodes them."""
+    geometry = geometries.get(latents.shape[0])
+    return 0 if geometry is None else num * geometry.pixels_of(latents).size_bytes
+
+
 def no_decoder(latents: MediaForm, geometries: Geometries) -> str:
     """Return why latents are not decoded, as a sentence."""
     known = f", which has one for {' and '.join(map(str, sorted(geometries)))}" if geometries else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from starling.reward.core.media import INPUTS, Input
 from starling.reward.score.decode.geometry import read_geometries
 from starling.reward.score.decode.pool import DecodingPool
 from starling.reward.score.decode.scorers import decoder_scorers
@@ -19,17 +22,17 @@ def open_pool(settings: RewardSettings, memory: MediaMemory) -> AnyPool:
     return DecodingPool(settings, geometries, memory) if geometries else ScoringPool(settings)
 
 
-def check_pool(settings: RewardSettings, *, only_texts: bool = False) -> None:
+def check_pool(settings: RewardSettings, *, inputs: Collection[Input] = INPUTS) -> None:
     """Load every scorer and VAE in a worker, as the service will.
 
     Args:
         settings: of the service.
-        only_texts: whether its samples have no media.
+        inputs: what its samples may have.
 
     Raises:
         ConfigError: one cannot be used.
     """
     geometries = read_geometries(settings.decoder.folders)
-    check_scorers(settings, only_texts=only_texts)
+    check_scorers(settings, inputs=inputs)
     if geometries:
         check_scorers(decoder_scorers(settings, geometries))

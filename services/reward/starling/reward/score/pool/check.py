@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import Sandboxing, choose
+from starling.reward.core.media import INPUTS, Input
 from starling.reward.score.pool.forms import columns_of
 from starling.reward.score.scorers.batch import ScorerForm
 from starling.reward.score.workers.kinds import WorkerKind, kinds_of
@@ -17,25 +18,27 @@ from starling.reward.score.workers.protocol import WorkerReady, WorkerStartFaile
 from starling.reward.settings import RewardSettings, ScorerSettings
 
 
-def check_scorers(settings: RewardSettings, *, only_texts: bool = False) -> None:
+def check_scorers(settings: RewardSettings, *, inputs: Collection[Input] = INPUTS) -> None:
     """Resolve every scorer in a worker process, as the service will. Raises ConfigError when one cannot be used.
 
-    With `only_texts` no sample will have media, so that a scorer that reads some would fail each of them.
+    `inputs`: what samples may have; a scorer that reads something else would fail each of them.
 
     A message that no worker sends is not an error of the recipe: the pool quarantines the scorer that sent it.
     """
     sandboxing = choose(settings.sandbox)
     for kind in kinds_of(settings):
-        problem = _problem_of(kind, sandboxing, settings, only_texts=only_texts)
+        problem = _problem_of(kind, sandboxing, settings, inputs=inputs)
         if problem and len(kind.scorers) > 1:  # one of them may have spoken for another
             alone = (replace(kind, scorers=(spec,)) for spec in kind.scorers)
-            found = (_problem_of(one, sandboxing, settings, only_texts=only_texts) for one in alone)
+            found = (_problem_of(one, sandboxing, settings, inputs=inputs) for one in alone)
             problem = next(filter(None, found), "")
         if problem:
             raise ConfigError(problem)
 
 
-def _problem_of(kind: WorkerKind, sandboxing: Sandboxing, settings: RewardSettings, *, only_texts: bool) -> str:
+def _problem_of(
+    kind: WorkerKind, sandboxing: Sandboxing, settings: RewardSettings, *, inputs: Collection[Input]
+) -> str:
     """Return why the scorers of a kind cannot be used, in one sentence; empty if they can."""
     try:
         process = WorkerProcess(kind, sandboxing)
@@ -43,12 +46,14 @@ def _problem_of(kind: WorkerKind, sandboxing: Sandboxing, settings: RewardSettin
         named = _named(kind, settings)
         return f"{named[0].upper()}{named[1:]}: {error}"
     try:
-        return _await_ready(process, kind, settings, only_texts=only_texts)
+        return _await_ready(process, kind, settings, inputs=inputs)
     finally:
         process.end()
 
 
-def _await_ready(process: WorkerProcess, kind: WorkerKind, settings: RewardSettings, *, only_texts: bool) -> str:
+def _await_ready(
+    process: WorkerProcess, kind: WorkerKind, settings: RewardSettings, *, inputs: Collection[Input]
+) -> str:
     timeout_s = settings.start_timeout_s
     deadline = time.monotonic() + timeout_s
     poller = select.poll()
@@ -60,7 +65,7 @@ def _await_ready(process: WorkerProcess, kind: WorkerKind, settings: RewardSetti
             if isinstance(message, WorkerStartFailed):
                 return message.problem
             if isinstance(message, WorkerReady):
-                return _problem_of_forms(message.forms, kind, settings, only_texts=only_texts)
+                return _problem_of_forms(message.forms, kind, settings, inputs=inputs)
         if process.ended:
             exit = process.exit_description()
             if exit.cause == "memory":
@@ -79,24 +84,30 @@ def _named(kind: WorkerKind, settings: RewardSettings) -> str:
 
 
 def _problem_of_forms(
-    forms: Iterable[tuple[int, ScorerForm]], kind: WorkerKind, settings: RewardSettings, *, only_texts: bool
+    forms: Iterable[tuple[int, ScorerForm]], kind: WorkerKind, settings: RewardSettings, *, inputs: Collection[Input]
 ) -> str:
     known = {spec.index for spec in kind.scorers}
     try:
         for scorer, form in forms:
             if scorer in known:  # others are a scorer's, in the worker's name
                 columns_of(settings.scorers[scorer], form)
-                if only_texts:
-                    _check_reads_texts(settings.scorers[scorer], form)
+                _check_reads(settings.scorers[scorer], form, inputs)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def _check_reads_texts(scorer: ScorerSettings, form: ScorerForm) -> None:
-    """Raise ConfigError when a scorer could not score any completion of a run."""
-    if form.media != "text" and scorer.weight and not scorer.tasks:
+def _check_reads(scorer: ScorerSettings, form: ScorerForm, inputs: Collection[Input]) -> None:
+    """Raise ConfigError when a scorer could not score any completion."""
+    if form.media in inputs or not scorer.weight or scorer.tasks:
+        return
+    if form.media == "pixels" and "latents" in inputs:
         raise ConfigError(
-            f"Scorer {scorer.title!r} reads {form.media}, and the completions of a run are texts: serve it over HTTP "
-            "(`reward.http.enabled`), or remove it."
+            f"Scorer {scorer.title!r} reads pixels, and nothing decodes the latents of a run with [diffusion]: set "
+            "reward.decoder.folders, or remove it."
         )
+    made = "are latents" if "latents" in inputs else "are texts unless it has [diffusion]"
+    raise ConfigError(
+        f"Scorer {scorer.title!r} reads {form.media}, and the completions of a run {made}: serve it over HTTP "
+        "(`reward.http.enabled`), or remove it."
+    )

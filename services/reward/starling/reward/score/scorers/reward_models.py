@@ -30,6 +30,7 @@ _TRANSFORMERS: Final = "torch transformers pillow"
 _MODELS: Final = f"{_SCORERS}.models"
 REWARD_MODELS: Final[dict[str, RewardModel]] = {
     "judge": RewardModel(f"{_SCORERS}.judge.scorer:Judge", ("httpx2",), "httpx2", checks_early=True),
+    "service": RewardModel(f"{_SCORERS}.service:Service", ("httpx2",), "httpx2", checks_early=True),
     "reward_model": RewardModel(
         f"{_MODELS}.sequence:SequenceRewardModel",
         ("torch", "transformers"),

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.reward.score.workers.protocol import ScorerSpec
-from starling.reward.settings import CODE, JUDGE, RewardSettings, ScorerSettings
+from starling.reward.settings import CODE, JUDGE, SERVICE, RewardSettings, ScorerSettings
 
 _SHARE: Final = 0.9
 """Of the time limit of a scorer that waits for others, and then says what is missing, and is not killed."""
@@ -47,7 +47,8 @@ def kinds_of(settings: RewardSettings) -> list[WorkerKind]:
 
 def _options(scorer: ScorerSettings, timeout_s: float) -> dict[str, Any]:
     """Return the options of a scorer; of one that waits for others, with the time in which it must answer."""
-    return {"time_limit_s": _SHARE * timeout_s, **scorer.options} if scorer.name in (CODE, JUDGE) else scorer.options
+    waits = scorer.name in (CODE, JUDGE, SERVICE)
+    return {"time_limit_s": _SHARE * timeout_s, **scorer.options} if waits else scorer.options
 
 
 def _kind(scorer: ScorerSettings, specs: tuple[ScorerSpec, ...], num_workers: int) -> WorkerKind:

@@ -4,6 +4,9 @@ A completion is a trajectory. Its tokens are the steps that add noise, its log-p
 has the version that computed it, so that weights can be adopted between two steps and everything that holds for tokens
 holds for them: the bound on staleness, corrections for off-policy steps, and the losses. Trajectories of several groups
 advance together, whatever step each of them is at. Their states leave the device as they are recorded.
+
+Groups with temperature 1 are drawn with the sampler, those with temperature 0, as of evaluations, follow the
+probability flow through the same noise levels: one pass of the model computes the velocities of both.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from starling.algo.diffusion.conditions import Conditions, conditions_of, conditions_problem, joined
+from starling.algo.denoising import conditions_problem
+from starling.algo.diffusion.conditions import Conditions, conditions_of, joined
 from starling.algo.diffusion.flow import guided
 from starling.algo.diffusion.models import velocity
-from starling.algo.diffusion.sampler import STORED, Sampler
+from starling.algo.diffusion.sampler import STORED, Sampler, without_noise
 from starling.common.errors import ConfigError
 from starling.rollout.engine.base import (
     AdoptionReport,
@@ -31,7 +35,7 @@ from starling.rollout.engine.base import (
     RequestError,
 )
 from starling.rollout.engine.diffusion.noise import INITIAL, normal
-from starling.rollout.engine.diffusion.rows import DiffusionGroup, RunningTrajectory
+from starling.rollout.engine.diffusion.rows import DiffusionGroup, RunningTrajectory, sampling_problem
 from starling.rollout.engine.weights import LiveWeights
 from starling.weightsync.tensors.adapters import published_tensors
 from starling.weightsync.tensors.modules import layout_of
@@ -58,6 +62,7 @@ class DiffusionEngine:
         *,
         text_length: int,
         max_rows: int = 16,
+        exclusive: bool = False,
         guidance: float = 0.0,
         unconditional: Conditions | None = None,
         same_start: bool = False,
@@ -75,6 +80,7 @@ class DiffusionEngine:
             shape: of the latents that are generated, [C, H, W] or [C, T, H, W].
             text_length: tokens of a prompt that the model was trained with; shorter ones are padded.
             max_rows: most trajectories that run at a time; a group waits until all its trajectories fit.
+            exclusive: generate each group in a batch of its own.
             guidance: scale of classifier-free guidance; 0 for none, and one pass of the model for each step.
             unconditional: the conditions of the other pass, with a batch axis of 1, padded alike.
             same_start: all trajectories of a group begin with the same noise.
@@ -92,9 +98,10 @@ class DiffusionEngine:
         if guidance and unconditional is None:
             raise ConfigError(f"guidance is {guidance:g}, and there are no embeddings of an empty prompt: give them")
         self._model, self._sampler, self._shape = model, sampler, tuple(shape)
+        self._flow = without_noise(sampler)
         self._device = next(model.parameters()).device
         self._max_rows, self._guidance, self._same_start = max_rows, guidance, same_start
-        self._text_length = text_length
+        self._text_length, self._exclusive = text_length, exclusive
         self._unconditional = unconditional
         self._version = version
         self._waiting: OrderedDict[str, DiffusionGroup] = OrderedDict()
@@ -145,7 +152,8 @@ class DiffusionEngine:
             RequestError: the group cannot be generated.
         """
         self._check(request)
-        group = DiffusionGroup(request, conditions_of(request.tensors, self._text_length, self._device))
+        sampler = self._sampler if request.sampling.temperature else self._flow
+        group = DiffusionGroup(request, conditions_of(request.tensors, self._text_length, self._device), sampler)
         self._waiting[request.lease] = group
 
     def _check(self, request: GroupRequest) -> None:
@@ -158,6 +166,8 @@ class DiffusionEngine:
             )
         if request.partial or request.score_prompt:
             raise RequestError(f"{lease}: a trajectory cannot be resumed, and its prompt not be scored; leave them out")
+        if problem := sampling_problem(request.sampling):
+            raise RequestError(f"{lease}: {problem}")
         if problem := conditions_problem(request.tensors, self._text_length):
             raise RequestError(f"{lease}: {problem}")
 
@@ -194,7 +204,7 @@ class DiffusionEngine:
         state = torch.stack([row.state for row in self._rows])
         noise = torch.stack([self._noise(row) for row in self._rows]).to(self._device)
         try:
-            following, logprobs = self._sampler.advance(state, self._velocity(state, numbers), numbers, noise)
+            following, logprobs = self._advance(state, self._velocity(state, numbers), numbers, noise)
         except ValueError as error:
             return self._fail_all(f"the model cannot read its prompt: {error}")
         self._num_steps += len(self._rows)
@@ -222,17 +232,16 @@ class DiffusionEngine:
                 )
 
     def _mixes(self, group: DiffusionGroup) -> bool:
-        """Return whether the group can be computed with those that run: given frames have to be of one shape."""
+        """Return whether the group can be computed with those that run: their conditions have to be of one shape.
+
+        Those that no model reads are of another one, and fail alone.
+        """
         if not self._rows:
             return True
-        mine, theirs = (
-            None if one.frames is None else one.frames.shape
-            for one in (group.conditions, self._rows[0].group.conditions)
-        )
-        return mine == theirs
+        return not self._exclusive and group.conditions.shapes == self._rows[0].group.conditions.shapes
 
     def _noise(self, row: RunningTrajectory) -> Tensor:
-        if self._sampler.levels[row.step] == 0.0:
+        if row.group.sampler.levels[row.step] == 0.0:
             return torch.zeros(self._shape)
         return normal(row.group.request.sampling.seed, row.index, row.step, self._shape)
 
@@ -246,14 +255,25 @@ class DiffusionEngine:
         given = replace(empty, frames=conditions.frames)
         return guided(found, velocity(self._model, state, sigma, given), self._guidance)
 
+    def _advance(self, state: Tensor, speed: Tensor, numbers: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next states and their log-densities, each by the sampler of its group."""
+        following, logprobs = torch.empty_like(state), torch.zeros(len(state), device=self._device)
+        for sampler in (self._sampler, self._flow):
+            rows = [index for index, row in enumerate(self._rows) if row.group.sampler is sampler]
+            if rows:
+                mine = torch.tensor(rows, device=self._device)
+                following[mine], logprobs[mine] = sampler.advance(state[mine], speed[mine], numbers[mine], noise[mine])
+        return following, logprobs
+
     def _record(self, row: RunningTrajectory, following: Tensor, logprob: float) -> None:
         """Record a step of a trajectory, whose next state is `following`."""
-        actions = self._sampler.actions
+        sampler = row.group.sampler
+        actions = sampler.actions
         if row.step in actions:
             if row.step == actions.start:
                 row.states.append(row.state.cpu())
             row.states.append(following.cpu())
-        if row.step in self._sampler.recorded:
+        if row.step in sampler.recorded:
             row.logprobs.append(logprob)
             row.versions.append(self._version)
         row.state, row.step = following, row.step + 1
@@ -269,7 +289,7 @@ class DiffusionEngine:
             row.group.done[row.index] = row
             if len(row.group.done) == row.group.request.num_completions:
                 del self._running[row.group.request.lease]
-                results.append(row.group.result(self._sampler))
+                results.append(row.group.result())
         return results
 
     def _fail(self, leases: set[str]) -> list[GroupFailed]:

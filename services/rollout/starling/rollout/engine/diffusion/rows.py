@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from starling.algo.diffusion.conditions import LATENTS, STATES, Conditions
+from starling.algo.diffusion.conditions import Conditions
 from starling.algo.diffusion.sampler import Sampler
-from starling.common.wire.messages import Status
+from starling.common.wire.messages import Sampling, Status
+from starling.common.wire.tensors import LATENTS, STATES
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
+
+OF_TOKENS: Final = ("top_p", "top_k", "min_p", "logprobs", "routing")
+"""Fields of `Sampling` that a trajectory has no use for. Ends of completions are ignored: each has all its steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +44,14 @@ class DiffusionGroup:
     request: GroupRequest
     conditions: Conditions
     """Those of its prompt, with a batch axis of 1."""
+    sampler: Sampler
+    """Draws its trajectories."""
     done: dict[int, RunningTrajectory] = field(default_factory=dict)
     """Trajectories that have ended, by their index."""
 
-    def result(self, sampler: Sampler) -> GroupResult:
+    def result(self) -> GroupResult:
         """Return the group's completions; each has a token for each recorded step of the sampler, its number."""
+        sampler = self.sampler
         rows = [self.done[index] for index in range(self.request.num_completions)]
         numbers = np.array(sampler.recorded, np.int32)
         completions = tuple(
@@ -58,3 +65,17 @@ class DiffusionGroup:
         if sampler.actions:
             tensors[STATES] = torch.stack([torch.stack(row.states) for row in rows]).numpy()
         return GroupResult(self.request.lease, np.array(self.request.prompt_ids, np.int32), completions, tensors)
+
+
+def sampling_problem(sampling: Sampling) -> str:
+    """Return what trajectories cannot be drawn with, and the remedy; empty if they can."""
+    if sampling.temperature not in (0.0, 1.0):
+        return (
+            f"temperature is {sampling.temperature:g}; give 1 to draw trajectories with the sampler, or 0 to draw them "
+            "without noise"
+        )
+    usual = Sampling(max_tokens=1)
+    for name in OF_TOKENS:
+        if (value := getattr(sampling, name)) != getattr(usual, name):
+            return f"{name} is {value!r}, which is for tokens; leave it out for the steps of a trajectory"
+    return ""

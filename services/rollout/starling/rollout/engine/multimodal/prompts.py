@@ -82,6 +82,9 @@ class PromptEncoder:
         budget.check(sum(array.nbytes for array in tensors.values()))
         return ids, tensors
 
+    def release(self) -> None:
+        """Free device memory: it has none."""
+
 
 class _Vision:
     """The part of a `PromptEncoder` for prompts with media."""

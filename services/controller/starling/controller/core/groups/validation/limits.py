@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +12,7 @@ from starling.common.ids import Role
 from starling.common.ranges import MAX_TOKENS
 from starling.common.wire.codec import MAX_ENVELOPE_BYTES, MAX_MESSAGE_BYTES
 from starling.common.wire.messages import GroupGenerated, ModelLimits, TensorMeta, TrajectoryMeta
-from starling.common.wire.tensors import GROUP_TENSORS, MASK_FORM, PROMPT_TENSORS
+from starling.common.wire.tensors import CONDITION_FORMS, GROUP_TENSORS, MASK_FORM, PROMPT_TENSORS, STORED_BYTES
 
 TOKEN_BYTES: Final = sum(form.item_bytes for form in GROUP_TENSORS[1:]) + MASK_FORM.item_bytes + 4
 """Bytes of a token of a completion: of its id, log-probability, version, mask, and number of kept tokens."""
@@ -20,6 +21,7 @@ MESSAGE_BYTES: Final = MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES
 UNLIMITED: Final = 1 << 62
 MAX_TIED: Final = 64
 """Tokens that truncation keeps beyond twice `sampling.top_k`: engines may keep all that are as likely as the last."""
+_OF_PROMPTS: Final = frozenset({*PROMPT_TENSORS, *CONDITION_FORMS})
 OF_TRAINING: Final = "generate:t"
 """Beginning of the leases that generate the groups of steps."""
 
@@ -74,7 +76,11 @@ class GroupLimits:
         if not longest:
             return {"rollout": UNLIMITED, "teacher": UNLIMITED}
         num_tokens = self.num_completions * longest
-        media = 0 if model is not None and model.media is None else self.media_bytes or UNLIMITED
+        form = None if model is None else model.denoising
+        reads_media = model is None or model.media is not None or form is not None
+        media = (self.media_bytes or UNLIMITED) if reads_media else 0
+        if form is not None:
+            media += self.num_completions * (form.num_states + 1) * math.prod(form.latents) * STORED_BYTES[form.dtype]
         rollout = PROMPT_TOKEN_BYTES * longest + (TOKEN_BYTES + 4 * num_kept) * num_tokens + media
         if is_routed:
             experts = None if model is None else model.experts
@@ -105,10 +111,10 @@ class GroupLimits:
         )
 
     def _media_problem(self, tensors: Sequence[TensorMeta]) -> str:
-        size_bytes = sum([tensor.nbytes for tensor in tensors if tensor.name in PROMPT_TENSORS])
+        size_bytes = sum([tensor.nbytes for tensor in tensors if tensor.name in _OF_PROMPTS])
         if not self.media_bytes or size_bytes <= self.media_bytes:
             return ""
         return (
-            f"the images and videos of its prompt take {size_bytes} bytes, and rollout.max_media_bytes is "
-            f"{self.media_bytes}: raise it, or give smaller ones"
+            f"the images and videos of its prompt, or its embeddings, take {size_bytes} bytes, and "
+            f"rollout.max_media_bytes is {self.media_bytes}: raise it, or give smaller ones"
         )

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.denoising import group_problem
 from starling.algo.media import media_problem, pixel_problem, placeholders_in
 from starling.algo.routing import Routing, experts_problem, routing_problem
 from starling.algo.truncation import KeptTokens, kept_problem
@@ -38,20 +39,18 @@ from starling.common.wire.tensors import (
     KEPT_IDS,
     KEPT_TENSORS,
     LOSS_MASK,
-    MASK_FORM,
     MAX_KEPT_BYTES,
     MAX_ROUTING_BYTES,
     PIXEL_GRIDS,
     PROMPT_ROUTING,
     PROMPT_TENSORS,
     ROUTING,
-    ROUTING_FORMS,
-    ROUTING_TENSORS,
     TEACHER_TENSORS,
     TensorForm,
+    form_of,
 )
 from starling.controller.core.events import ContentsProblem, Received
-from starling.controller.core.groups.validation.limits import UNLIMITED, GroupLimits
+from starling.controller.core.groups.validation.limits import OF_TRAINING, UNLIMITED, GroupLimits
 from starling.controller.core.groups.validation.scores import TrainedScorer
 
 Array = npt.NDArray[Any]
@@ -75,7 +74,6 @@ FLOAT32: Final = np.dtype(np.float32)
 GROUP_NAMES: Final = ("token ids of the prompt", "token ids", "log-probabilities", "versions")
 OF_TOKENS: Final = tuple((index, GROUP_TENSORS[index].dtype) for index in range(1, len(GROUP_TENSORS)))
 """Position and element type of the tensors with one entry for each token of the completions."""
-NAMED_FORMS: Final = {**PROMPT_TENSORS, **KEPT_TENSORS}
 MAX_TENSOR_BYTES: Final = 900_000_000
 """Largest tensor that is stored: a row of the journal's database has at most 10^9 bytes."""
 COMPLETION_BYTES: Final = 128
@@ -226,8 +224,17 @@ def check_group_contents(
     tensors: Sequence[TensorMeta],
     buffers: Buffers,
     limits: ModelLimits | None,
+    *,
+    is_trained: bool = True,
 ) -> None:
-    """Check what the tensors of a generated group, whose forms are right, hold. `limits`: None if they are not known.
+    """Check what the tensors of a generated group, whose forms are right, hold.
+
+    Args:
+        trajectories: of the group.
+        tensors: of the group.
+        buffers: of the group.
+        limits: of the model; None if they are not known.
+        is_trained: a step trains it; evaluations of a diffusion model follow other steps than those that are trained.
 
     Raises:
         InvalidResultError: naming the first that is wrong.
@@ -244,6 +251,8 @@ def check_group_contents(
     if named:
         _check_kept(named, tokens.view(INT32), mask, limits)
         _check_routing(named, len(prompt), len(tokens), limits)
+    if limits is not None and is_trained:
+        _check_denoising(named, trajectories, tokens.view(INT32), limits)
     inputs = limits.media if limits is not None else None
     if named or inputs is not None:
         _check_media(named, prompt.view(INT32), tokens.view(INT32), inputs)
@@ -275,9 +284,7 @@ def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
     """Return tensors by name: those of a group or of partial completions that follow the ones without a name."""
     arrays: dict[str, Array] = {}
     for meta, buffer in zip(tensors, buffers, strict=True):
-        form = MASK_FORM if meta.name == LOSS_MASK else NAMED_FORMS.get(meta.name)
-        if meta.name in ROUTING_TENSORS:
-            form = ROUTING_FORMS.get(meta.dtype, ROUTING_FORMS["uint8"])
+        form = form_of(meta.name, meta.dtype, len(meta.shape))
         if form is None or meta.name in arrays:
             raise InvalidResultError(f"a tensor {meta.name[:MAX_METRIC_CHARACTERS]!r} came, or came twice")
         arrays[meta.name] = _array(meta.name, form, meta, buffer)
@@ -452,6 +459,16 @@ def _check_media(named: Mapping[str, Array], prompt: Array, tokens: Array, input
         _refuse_ids(wrong, named.get(LOSS_MASK), problem)
 
 
+def _check_denoising(
+    named: Mapping[str, Array], trajectories: Sequence[TrajectoryMeta], tokens: Array, limits: ModelLimits
+) -> None:
+    """Check that denoising trajectories are those that the model is trained on."""
+    if named or limits.denoising is not None:
+        lengths = [one.num_tokens for one in trajectories]
+        if problem := group_problem(named, lengths, tokens, limits.denoising):
+            raise InvalidResultError(problem)
+
+
 def check_partial_tensors(
     total: int, tensors: Sequence[TensorMeta], buffers: Buffers, limits: ModelLimits | None
 ) -> Array:
@@ -596,7 +613,9 @@ def contents_problem(
         if isinstance(message, GroupGenerated):
             check_group_forms(message.trajectories, message.tensors, buffers)
             _require_fit(sizes.group_problem(message, limits))
-            check_group_contents(message.trajectories, message.tensors, buffers, limits)
+            check_group_contents(
+                message.trajectories, message.tensors, buffers, limits, is_trained=message.lease.startswith(OF_TRAINING)
+            )
         elif isinstance(message, TokensScored):
             _require_fit(sizes.teacher_problem(message.tensors))
             _check_teacher_contents(teacher_arrays(message.tensors, buffers), limits)
