@@ -172,6 +172,7 @@ def test_scripts_are_bash_without_open_marks(tmp_path: Path, capsys: pytest.Capt
         (("--image", "$(reboot)"), "--image '$(reboot)' cannot stand in a script"),
         (("--time", "1 day"), "--time '1 day' cannot stand in a script"),
         (("--cpus", "0"), "--cpus 0 is no number of processors"),
+        (("--time", "soon"), "--time soon is no limit that sbatch takes"),
         (("--run.folder", "/r$(reboot)"), "the run's folder would be '/r$(reboot)/quickstart'; choose run.folder"),
         (("--run.folder", '/r"; reboot; "'), "choose run.folder without blanks, quotes and '$'"),
         (("--launch.slurm.options", '["--a=b\\nreboot"]'), "the option '--a=b\\nreboot' of sbatch cannot stand"),

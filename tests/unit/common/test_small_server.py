@@ -21,6 +21,8 @@ PATIENCE_S = 60.0
 def answer(request: SmallRequest) -> SmallResponse:
     if request.path == "/large":
         return SmallResponse(200, b"x" * (8 << 20))
+    if request.path == "/broken":
+        raise KeyError("a bug")
     return SmallResponse(200, f"{request.path} {request.authorization}".encode())
 
 
@@ -205,3 +207,8 @@ def test_close_ends_the_thread_and_open_connections() -> None:
 def test_address_that_is_taken_is_an_error(server: SmallServer) -> None:
     with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{server.port} \(.*\); change observe.http"):
         SmallServer("127.0.0.1", server.port, answer, "observe.http")
+
+
+def test_an_answer_that_fails_ends_its_request_only(server: SmallServer) -> None:
+    assert exchange(server, b"GET /broken HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 500 Internal Server Error\r\n")
+    assert exchange(server, b"GET /path HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200 OK\r\n")

@@ -23,6 +23,8 @@ WORD: Final = re.compile(r"[\w./:@,=+%^#-]*")
 """Texts that can stand in a script as they are."""
 MAX_COMPONENTS: Final = 128
 """Of a heterogeneous job, as Slurm allows."""
+_TIME: Final = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+"""Limits on time of sbatch: minutes, minutes:seconds, hours:minutes:seconds, and each of these after days."""
 
 
 @dataclass(frozen=True)
@@ -169,3 +171,5 @@ def _check(job: SlurmJob) -> None:
         for text in texts:
             if not WORD.fullmatch(text):
                 raise ConfigError(f"{flag} {text!r} cannot stand in a script; leave out blanks, quotes and '$'")
+    if job.time and not _TIME.fullmatch(job.time):
+        raise ConfigError(f"--time {job.time} is no limit that sbatch takes; give minutes, HH:MM:SS or D-HH:MM:SS")

@@ -15,8 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import structlog
+
 from starling.common.errors import ConfigError
 from starling.common.wakeup import Wakeup
+
+log = structlog.get_logger(__name__)
 
 MAX_REQUEST_BYTES: Final = 8 << 10
 """Limit on a request: its first line and its headers."""
@@ -40,6 +44,7 @@ REASONS: Final = {
     404: "Not Found",
     405: "Method Not Allowed",
     431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
     503: "Service Unavailable",
 }
 
@@ -206,8 +211,17 @@ class SmallServer:
         else:
             fields = (line.partition(":") for line in lines[1:])
             given = next((value.strip() for name, _, value in fields if name.lower() == "authorization"), "")
-            response = self._answer(SmallRequest(target.partition("?")[0], given))
+            response = self._answered(SmallRequest(target.partition("?")[0], given))
         self._send(one, response, has_body=method != "HEAD")
+
+    def _answered(self, request: SmallRequest) -> SmallResponse:
+        try:
+            return self._answer(request)
+        except Exception:
+            # An edge of the process: the thread that a bug ended would leave the endpoint, and its probes, without an
+            # answer for the rest of the run.
+            log.exception("request_failed", path=request.path)
+            return SmallResponse(500, b"the answer failed; see the log\n")
 
     def _send(self, one: _Connection, response: SmallResponse, *, has_body: bool) -> None:
         fields = [
