@@ -52,6 +52,7 @@ def form_of(folder: PipelineFolder) -> wire.DenoisingForm:
         dtype=SETTINGS.stored,
         latents=folder.latent_shape(SETTINGS.height, SETTINGS.width, SETTINGS.num_frames),
         text_length=folder.text_length,
+        text_width=TEXT_WIDTH,
     )
 
 

@@ -66,6 +66,11 @@ def test_evaluations_are_drawn_with_or_without_noise(recipe: Path, temperature: 
         (["--rollout.api.enabled=true"], r"rollout.api.enabled = true serves completions of text"),
         (['--rollout.pools=[{engine = "vllm"}]'], r"rollout.pools.0.engine = 'vllm' generates with language models"),
         (["--run.kind=serve"], r"run.kind = 'serve' is for language models"),
+        (
+            ["--launch.num-policies=2"],
+            r"launch.num_policies = 2, and the model of \[diffusion\] is trained by one policy",
+        ),
+        (["--policy.parallel.elastic=true"], r"policy.parallel has more than one rank, or elastic = true"),
         (["--teacher.path=somewhere"], r"\[teacher\] scores tokens, and the completions of \[diffusion\]"),
         (["--sampling.top-p=0.9"], r"sampling.top_p = 0.9 is for language models"),
         (["--sampling.top-k=5"], r"sampling.top_k = 5 is for language models"),

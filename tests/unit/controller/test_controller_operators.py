@@ -22,7 +22,6 @@ VALUES: dict[str, tuple[list[float], list[float]]] = {
     "policy.algorithm.kl_coefficient": ([0.0, 0.04], [-0.01]),
     "policy.algorithm.clip_low": ([0.2, 1.0], [0.0, 1.1]),
     "policy.algorithm.clip_high": ([0.28, 3.0], [0.0]),
-    "policy.diffusion.data_coefficient": ([0.0, 0.1], [-0.1]),
     "policy.diffusion.nft_beta": ([0.1, 1.0], [0.0]),
     "policy.diffusion.advantage_bound": ([1.0, 5.0], [0.0]),
     "sampling.temperature": ([0.1, 2.0, 0.001], [0.0, -1.0, 1e-320, 1e300]),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_diffusion import FAMILIES, IMAGES, tiny
-from tiny_pipeline import saved, vae_of
+from tiny_pipelines import saved, vae_of
 
 from starling.algo.diffusion.folder import (
     TEXT_LENGTHS,

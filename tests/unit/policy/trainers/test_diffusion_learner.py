@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from tiny_diffusion import CHANNELS, NUM_TEXT_TOKENS, TEXT_WIDTH
-from tiny_pipeline import saved
+from tiny_pipelines import saved
 
 from starling.algo.diffusion.folder import PipelineFolder, load_transformer, pipeline_sampler, read_pipeline
 from starling.algo.diffusion.settings import SamplerSettings
@@ -19,7 +21,11 @@ from starling.common.settings import ModelSettings
 from starling.common.wire.messages import GroupGenerated, Sampling, ScoredTrajectory, TensorMeta, TrainGroup
 from starling.common.wire.tensors import LATENTS, STATES
 from starling.controller.core.groups.validation.limits import GroupLimits
-from starling.controller.core.groups.validation.validation import contents_problem
+from starling.controller.core.groups.validation.validation import (
+    InvalidResultError,
+    check_partial_tensors,
+    contents_problem,
+)
 from starling.policy.settings.diffusion import DiffusionSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
@@ -155,11 +161,13 @@ def _with_nan(array: Any) -> Any:
         (STATES, lambda array: array.astype(np.float16), "its states are float16[3, 4, 4, 2, 8, 8] instead of"),
         (STATES, lambda _: None, "its states are nothing instead of"),
         (STATES, _with_nan, "its states have numbers that are not finite"),
+        (STATES, lambda array: 2e4 * array, "its states have numbers that are not finite, or beyond 10000"),
         (STATES, lambda array: array[0, 0], "of states is float32[4, 2, 8, 8]"),
         (LATENTS, lambda array: array[:2], "its latents are"),
         (LATENTS, lambda array: array.astype(np.int32), "of latents is int32"),
         ("text_embeddings", lambda _: None, "the prompt has no text_embeddings"),
         ("text_embeddings", lambda array: np.concatenate([array, array]), "has 10 tokens, and the model reads 1 to 5"),
+        ("text_embeddings", lambda array: array[:, :-1], "its text_embeddings have 11 numbers, and the model reads 12"),
         ("text_embeddings", _with_nan, "text_embeddings has numbers that are not finite"),
     ],
 )
@@ -171,6 +179,68 @@ def test_other_tensors_are_refused_by_controller_and_policy(
     assert reason in problem_of(message, buffers, learner)
     with pytest.raises(RejectedGroupsError):
         groups_from_wire([scored(message)], buffers, learner.limits)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "reason"),
+    [
+        ("pooled_embeddings", np.zeros(7, np.float32), "its pooled_embeddings have 7 numbers, and the model reads 0"),
+        ("given_frames", np.zeros((4, 1, 8, 8), np.float32), "it has given_frames, and the model takes none"),
+        ("loss_mask", np.ones(9, np.uint8), "it has loss_mask, which is for the tokens of a language model"),
+    ],
+)
+def test_further_tensors_are_refused_by_controller_and_policy(
+    folder: PipelineFolder, name: str, array: Any, reason: str
+) -> None:
+    learner = learner_of(folder)
+    message, buffers = generated(folder)
+    tensor = TensorMeta(dtype=array.dtype.name, shape=array.shape, nbytes=array.nbytes, name=name)
+    message = msgspec.structs.replace(message, tensors=(*message.tensors, tensor))
+    buffers = (*buffers, array.tobytes())
+    assert reason in problem_of(message, buffers, learner)
+    with pytest.raises(RejectedGroupsError):
+        groups_from_wire([scored(message)], buffers, learner.limits)
+
+
+@pytest.mark.parametrize("change", [lambda array: array[:2], lambda _: None, _with_nan])
+def test_latents_of_an_evaluation_that_no_scorer_could_read_are_refused(folder: PipelineFolder, change: Any) -> None:
+    learner = learner_of(folder)
+    message, buffers = generated(folder)
+    message = msgspec.structs.replace(message, lease="generate:e0:0")
+    assert problem_of(message, buffers, learner) == ""
+    assert "its latents " in problem_of(*_changed(message, buffers, LATENTS, change), learner)
+    texts = msgspec.structs.replace(learner.limits, denoising=None)
+    found = contents_problem(message, buffers, GroupLimits(num_completions=3), texts)
+    assert found is not None
+    assert "the model is no diffusion model" in found.reason
+
+
+def test_densities_of_little_noise_pass_the_controller(folder: PipelineFolder) -> None:
+    diffusion = DIFFUSION.model_copy(update={"noise_level": 0.02})
+    message, buffers = generated(folder, diffusion)
+    assert np.frombuffer(buffers[2], np.float32).max() > 1.0
+    assert problem_of(message, buffers, learner_of(folder, diffusion)) == ""
+
+
+def test_groups_whose_prompts_are_conditioned_otherwise_are_rejected(folder: PipelineFolder) -> None:
+    learner, read = learner_of(folder), []
+    for seed in (1, 2, 3):
+        message, buffers = generated(folder, seed=seed)
+        groups = groups_from_wire([scored(message)], buffers, learner.limits)
+        read.append(dataclasses.replace(groups[0], prompt_id=f"train/{seed}"))
+    frames = {**read[1].denoising, "given_frames": np.zeros((4, 1, 8, 8), np.float32)}
+    read[1] = dataclasses.replace(read[1], denoising=frames)
+    with pytest.raises(RejectedGroupsError) as found:
+        learner.reinforce(read, step=1, num_steps=4)
+    assert list(found.value.prompts) == ["train/2"]
+
+
+def test_partial_trajectories_are_refused(folder: PipelineFolder) -> None:
+    learner = learner_of(folder)
+    message, buffers = generated(folder)
+    total = sum(one.num_tokens for one in message.trajectories)
+    with pytest.raises(InvalidResultError, match="cannot be resumed"):
+        check_partial_tensors(total, message.tensors[1:4], buffers[1:4], learner.limits)
 
 
 def test_a_sampler_of_other_steps_is_refused(folder: PipelineFolder) -> None:
@@ -215,6 +285,15 @@ def test_exports_of_a_run_and_of_a_state_are_pipelines(folder: PipelineFolder, t
             assert torch.equal(found[key], tensor), (name, key)
         AutoencoderKLWan.from_pretrained(tmp_path / name / "vae")
         assert (tmp_path / name / "model_index.json").read_bytes() == (folder.path / "model_index.json").read_bytes()
+
+
+def test_a_state_of_bfloat16_with_modules_in_float32_is_exported(folder: PipelineFolder, tmp_path: Path) -> None:
+    settings = PolicySettings()
+    learner = DiffusionLearner(lambda: load_transformer(folder, dtype=torch.bfloat16), settings, folder, DIFFUSION)
+    assert {tensor.dtype for tensor in learner.tensors.values()} == {torch.bfloat16, torch.float32}
+    StateStore(Storage(str(tmp_path / "states"))).write(learner.take_state(0))
+    export_state(find_state(str(tmp_path / "states")), tmp_path / "out", ModelSettings(path=str(folder.path)))
+    assert (tmp_path / "out" / "model_index.json").is_file()
 
 
 @pytest.mark.parametrize(

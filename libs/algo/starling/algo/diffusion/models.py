@@ -55,6 +55,26 @@ def velocity(model: Any, state: Tensor, sigma: Tensor, conditions: Conditions) -
     return found
 
 
+def condition_widths(model: Any) -> tuple[int, int]:
+    """Return the numbers of an embedding that a model of one of the families reads, and of a pooled one; 0 for none."""
+    config, name = model.config, type(model).__name__
+    if name == "SD3Transformer2DModel":
+        return config.joint_attention_dim, config.pooled_projection_dim
+    if name == "CosmosTransformer3DModel":
+        return _cosmos_width(config), 0
+    return (config.text_dim if name == "WanTransformer3DModel" else config.caption_channels), 0
+
+
+def takes_frames(model: Any) -> bool:
+    """Return whether a model can be given the first frames."""
+    return type(model).__name__ == "CosmosTransformer3DModel"
+
+
+def _cosmos_width(config: Any) -> int:
+    width: int = config.crossattn_proj_in_channels if config.use_crossattn_projection else config.text_embed_dim
+    return width
+
+
 def family(model: Any) -> VelocityOf:
     """Return the function that computes the velocity of a model.
 
@@ -93,12 +113,7 @@ def _cosmos(model: Any, state: Tensor, sigma: Tensor, conditions: Conditions) ->
             f"the model reads {model.config.in_channels} channels, and the latents have {state.shape[1]}: only "
             "Cosmos-Predict 2.5, which reads one more for the frames that are given, is supported"
         )
-    config = model.config
-    _check_text(
-        conditions,
-        state,
-        config.crossattn_proj_in_channels if config.use_crossattn_projection else config.text_embed_dim,
-    )
+    _check_text(conditions, state, _cosmos_width(model.config))
     given = conditions.frames
     num_given = 0 if given is None else given.shape[2]
     if given is not None and (given.shape[1], *given.shape[3:]) != (state.shape[1], *state.shape[3:]):

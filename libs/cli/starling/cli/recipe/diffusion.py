@@ -71,6 +71,16 @@ def _check_kind(recipe: Recipe) -> None:
             f"sft.num_steps = {recipe.sft.num_steps} are steps on texts, and [diffusion] is for a diffusion model; "
             "remove [sft]"
         )
+    if recipe.launch.num_policies > 1:
+        raise ValueError(
+            f"launch.num_policies = {recipe.launch.num_policies}, and the model of [diffusion] is trained by one "
+            "policy; set it to 1"
+        )
+    if recipe.policy.parallel.has_mesh:
+        raise ValueError(
+            "policy.parallel has more than one rank, or elastic = true, and the model of [diffusion] is trained by a "
+            "single rank; remove it"
+        )
     if recipe.teacher is not None:
         raise ValueError(
             "[teacher] scores tokens, and the completions of [diffusion] are denoising trajectories; remove it"

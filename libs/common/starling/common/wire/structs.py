@@ -167,6 +167,12 @@ class DenoisingForm(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Shape of a sample: [C, H, W] or [C, T, H, W]."""
     text_length: int
     """Most embeddings of a prompt."""
+    text_width: int
+    """Numbers of each of them."""
+    pooled_width: int = 0
+    """Numbers of the pooled embedding of a prompt; 0 if the model reads none."""
+    takes_frames: bool = False
+    """Prompts may give first frames."""
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -35,7 +35,6 @@ CHANGEABLE: Final = (
     "policy.algorithm.clip_low",
     "policy.algorithm.kl_coefficient",
     "policy.diffusion.advantage_bound",
-    "policy.diffusion.data_coefficient",
     "policy.diffusion.nft_beta",
     "policy.optimizer.learning_rate",
     "policy.optimizer.max_grad_norm",

@@ -117,6 +117,8 @@ def _change(state: ControllerState, message: wire.ChangeSetting) -> str:
     if message.key == "evaluation.every" and value:
         _require_scorers(state)
     training = state.training
+    if message.key.startswith("sampling.") and training.limits is not None and training.limits.denoising is not None:
+        raise ValueError(f"{message.key} is for language models, and this run trains a diffusion model; leave it")
     sampling, group_size = state.plan.sampling, state.plan.group_size
     if message.key.startswith("sampling.") and (sampling.logprobs == "truncated" or sampling.routing == "replayed"):
         number = int(value) if DYNAMIC[message.key].is_whole else value

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
+from starling.common.wire.tensors import SAMPLE_DIMS, STORED_BYTES
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
 from starling.controller.core.groups.validation.recording import replay_problem
+from starling.controller.core.groups.validation.validation import MAX_TENSOR_BYTES
 from starling.controller.core.records import CheckpointLoaded, MemberJoined
 from starling.controller.core.replicas.departure import depart, evict, refuse
 from starling.controller.core.replicas.membership import LAYOUT_BYTES_PER_HELLO, LAYOUT_PARTS_PER_HELLO, Member
@@ -175,9 +178,22 @@ def _limits_problem(state: ControllerState, limits: wire.ModelLimits | None) -> 
     experts, fits = limits.experts, all(0 <= number < 1 << 31 for number in numbers)
     if experts is not None:
         fits = fits and 1 <= experts.num_chosen <= experts.num_experts < 1 << 15 and 1 <= experts.num_layers < 1 << 15
+    form, plan = limits.denoising, state.plan
+    if form is not None:
+        numbers = [form.num_steps, form.text_length, form.text_width, *form.latents]
+        fits = fits and all(0 < number < 1 << 31 for number in numbers) and form.pooled_width >= 0
+        fits = fits and form.first_step >= 0 and form.first_step + form.num_steps <= limits.vocabulary_size
+        fits = fits and form.num_states in (0, form.num_steps + 1) and len(form.latents) in SAMPLE_DIMS
     if not fits:
         return f"no model has the limits {limits}"
-    plan = state.plan
+    if form is not None and plan.kind.has_rl_steps:
+        size_bytes = plan.group_size * max(1, form.num_states) * math.prod(form.latents) * STORED_BYTES[form.dtype]
+        if size_bytes > MAX_TENSOR_BYTES:
+            return (
+                f"the states of the trajectories of a group take {size_bytes} bytes, and the journal stores tensors up "
+                f"to {MAX_TENSOR_BYTES}: lower rl.group_size, diffusion.num_noisy_steps or the size of samples, or set "
+                "diffusion.stored = 'float16'"
+            )
     return (plan.kind.has_rl_steps and replay_problem(plan.sampling, plan.group_size, limits)) or None
 
 

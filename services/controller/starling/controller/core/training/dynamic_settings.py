@@ -58,7 +58,6 @@ DYNAMIC: dict[str, DynamicSetting] = {
         DynamicSetting("policy.algorithm.kl_coefficient", 0.0, MAX_COEFFICIENT, of_policy=True),
         DynamicSetting("policy.algorithm.clip_low", 0.0, 1.0, of_policy=True, above_low=True),
         DynamicSetting("policy.algorithm.clip_high", 0.0, MAX_COEFFICIENT, of_policy=True, above_low=True),
-        DynamicSetting("policy.diffusion.data_coefficient", 0.0, MAX_COEFFICIENT, of_policy=True),
         DynamicSetting("policy.diffusion.nft_beta", 0.0, MAX_COEFFICIENT, of_policy=True, above_low=True),
         DynamicSetting("policy.diffusion.advantage_bound", 0.0, MAX_COEFFICIENT, of_policy=True, above_low=True),
         DynamicSetting("sampling.temperature", MIN_TEMPERATURE, MAX_TEMPERATURE),

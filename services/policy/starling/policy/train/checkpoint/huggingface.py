@@ -117,6 +117,8 @@ def _write(
         weights.write(folder, shard_mb)
     elif is_adapted(model) and (weights is None or all(map(is_adapter, weights))):
         save_adapters(model, folder, weights)
+        if is_of_diffusers(model):  # adapters alone are no pipeline
+            tokenizer = None
     elif is_of_diffusers(model):
         save_transformer(model, folder, weights, shard_mb)
     else:
@@ -257,9 +259,11 @@ def _architecture(saved: SavedState, url: str, settings: ModelSettings, seed: in
             "folder, whose config.toml has that section"
         )
     path = Path(settings.path)
-    dtype = str(saved.dtype(WEIGHTS)).removeprefix("torch.") if lora is None else settings.dtype
+    is_pipeline = (path / INDEX).is_file()
+    found = saved.narrowest(WEIGHTS) if is_pipeline else saved.dtype(WEIGHTS)
+    dtype = str(found).removeprefix("torch.") if lora is None else settings.dtype
     model: Any
-    if (path / INDEX).is_file():
+    if is_pipeline:
         model = load_transformer(read_pipeline(path), dtype=getattr(torch, dtype), random=lora is None)
     else:
         model = load_model(

@@ -21,6 +21,7 @@ from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.model.load import all_tensors
 
 TRANSFORMER: Final = "transformer"
+_OF_WEIGHTS: Final = (".safetensors", ".bin")
 _FILE: Final = "diffusion_pytorch_model"
 """Beginning of the names of diffusers' files of weights."""
 
@@ -85,8 +86,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> str:
-    """Make `target` a name of the same file, or a copy where that is impossible; returns it."""
+    """Make `target` another name of a file of weights, or a copy; returns it.
+
+    Small files are copied: an edit of the export must not change the pipeline that training began with.
+    """
     try:
+        if not source.endswith(_OF_WEIGHTS):
+            raise OSError
         os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copyfile(source, target)

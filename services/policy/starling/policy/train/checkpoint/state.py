@@ -248,6 +248,11 @@ class SavedState:
         kinds = (dtype for name, (dtype, _) in self._shapes().items() if name.startswith(section))
         return next((dtype for dtype in kinds if dtype.is_floating_point), torch.float32)
 
+    def narrowest(self, section: str) -> torch.dtype:
+        """Return the floating-point type of fewest bytes in `section`: some modules stay in float32."""
+        kinds = (dtype for name, (dtype, _) in self._shapes().items() if name.startswith(section))
+        return min((dtype for dtype in kinds if dtype.is_floating_point), key=_size_of, default=torch.float32)
+
     def restore(self, section: str, live: Mapping[str, Tensor]) -> None:
         """Copy the tensors of `section` into `live`. Raises ConfigError if they are of another model."""
         shapes = self._shapes()
@@ -351,3 +356,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         states[f"{RANDOM}cuda"] = torch.cuda.get_rng_state(device)
     return states
+
+
+def _size_of(dtype: torch.dtype) -> int:
+    return dtype.itemsize

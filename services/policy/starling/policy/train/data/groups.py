@@ -186,6 +186,8 @@ def _check_limits(group: ScoredGroup, limits: ModelLimits) -> None:
     _check_longest(group, limits.longest)
     if problem := group_problem(group.denoising, group.lengths, group.completion_ids, limits.denoising):
         raise WireError(f"group {group.prompt_id!r} cannot be trained: {problem}")
+    if limits.denoising is not None and not (group.loss_mask is None is group.kept):
+        raise WireError(f"group {group.prompt_id!r} has a mask or kept tokens, and the model is a diffusion model")
     if group.routing is not None and limits.experts is None:
         raise WireError(
             f"group {group.prompt_id!r} has the experts of its tokens, and the model has none, or cannot replay them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.tensors import LATENTS, STATES
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.data.packing import Index
+from starling.policy.train.errors import RejectedGroupsError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +87,20 @@ def read_group(
         raise ConfigError(f"group {scored.prompt_id!r} cannot be trained: it has neither {STATES} nor {LATENTS}")
     states = found.get(STATES, torch.zeros(0, 0))
     return DenoisedGroup(scored, states, conditions_of(prompt, length, device), found.get(LATENTS))
+
+
+def check_alike(groups: Sequence[DenoisedGroup]) -> None:
+    """Check that the prompts of a step have conditions of the same shapes, which are computed together.
+
+    Raises:
+        RejectedGroupsError: with those that differ from most.
+    """
+    shapes = Counter(group.conditions.shapes for group in groups)
+    if len(shapes) > 1:
+        (usual, _), *_ = shapes.most_common(1)
+        rejected = [group.scored.prompt_id for group in groups if group.conditions.shapes != usual]
+        what = "have embeddings or given frames of other shapes than the others of the step: make them alike"
+        raise RejectedGroupsError(f"the groups {', '.join(rejected[:3])} {what}", rejected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

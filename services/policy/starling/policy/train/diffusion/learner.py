@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from starling.algo.diffusion.folder import PipelineFolder, pipeline_sampler
+from starling.algo.diffusion.models import condition_widths, takes_frames
 from starling.algo.diffusion.settings import SamplerSettings
 from starling.common.errors import ConfigError
 from starling.common.ids import TrainerKind
@@ -15,7 +16,7 @@ from starling.common.wire.messages import DenoisingForm, ModelLimits
 from starling.policy.settings.policy import PolicySettings, changed
 from starling.policy.train.data.examples import PreferencePair, SftExample
 from starling.policy.train.data.groups import ScoredGroup
-from starling.policy.train.diffusion.groups import read_group
+from starling.policy.train.diffusion.groups import check_alike, read_group
 from starling.policy.train.diffusion.nft import NftTrainer
 from starling.policy.train.diffusion.trainer import DiffusionTrainer
 from starling.policy.train.learner import Learner, StepMaker
@@ -59,7 +60,7 @@ class DiffusionLearner(Learner):
     @property
     def limits(self) -> ModelLimits:
         """What the model can be trained on: these trajectories, behind a prompt of one token."""
-        sampler = self._sampler
+        sampler, (text_width, pooled_width) = self._sampler, condition_widths(self.model)
         form = DenoisingForm(
             first_step=sampler.recorded.start,
             num_steps=len(sampler.recorded),
@@ -67,6 +68,9 @@ class DiffusionLearner(Learner):
             dtype="float16" if sampler.stored == "float16" else "float32",
             latents=self._shape,
             text_length=self._text_length,
+            text_width=text_width,
+            pooled_width=pooled_width,
+            takes_frames=takes_frames(self.model),
         )
         return ModelLimits(vocabulary_size=sampler.num_steps, longest=1 + sampler.num_steps, denoising=form)
 
@@ -95,6 +99,7 @@ class DiffusionLearner(Learner):
         device = self.model.device
         with self._stepping(trainer, num_steps):
             read = [read_group(group, group.denoising, self._text_length, device) for group in groups]
+            check_alike(read)
             self.metrics = trainer.step(read, step=step, settings=settings)
         return dict(self.metrics)
 

@@ -41,6 +41,7 @@ from starling.common.wire.tensors import (
     LOSS_MASK,
     MAX_KEPT_BYTES,
     MAX_ROUTING_BYTES,
+    OUTER_DIMS,
     PIXEL_GRIDS,
     PROMPT_ROUTING,
     PROMPT_TENSORS,
@@ -66,6 +67,8 @@ MAX_TRUNCATION_NATS: Final = 1e3
 """Larger than minus the logarithm of any positive float32."""
 MAX_LOGPROB_NATS: Final = 1e6
 """Far more than minus the logarithm of the probability of any token, at any temperature of a recipe."""
+HIGHEST_LOGPROB: Final = 1.0
+"""Of a token: 0, and an error of rounding."""
 INT32: Final = np.dtype(np.int32)
 UINT32: Final = np.dtype(np.uint32)
 NEGATIVE: Final = 1 << 31
@@ -245,14 +248,19 @@ def check_group_contents(
     prompt, tokens = np.frombuffer(buffers[0], UINT32), np.frombuffer(buffers[1], UINT32)
     _check_ids(prompt, None, limits)
     _check_ids(tokens, mask, limits)
-    _check_logprobs("", np.frombuffer(buffers[2], FLOAT32))
+    # The densities of the steps of trajectories are above 1 where these add little noise.
+    highest = MAX_LOGPROB_NATS if named.keys() & OUTER_DIMS.keys() else HIGHEST_LOGPROB
+    _check_logprobs("", np.frombuffer(buffers[2], FLOAT32), highest)
     _check_mask(trajectories, mask, len(tokens))
     _check_versions(trajectories, buffers[3], mask)
     if named:
         _check_kept(named, tokens.view(INT32), mask, limits)
         _check_routing(named, len(prompt), len(tokens), limits)
-    if limits is not None and is_trained:
-        _check_denoising(named, trajectories, tokens.view(INT32), limits)
+    if limits is not None and (named or limits.denoising is not None):
+        lengths = [one.num_tokens for one in trajectories]
+        problem = group_problem(named, lengths, tokens.view(INT32), limits.denoising, is_trained=is_trained)
+        if problem:
+            raise InvalidResultError(problem)
     inputs = limits.media if limits is not None else None
     if named or inputs is not None:
         _check_media(named, prompt.view(INT32), tokens.view(INT32), inputs)
@@ -323,7 +331,7 @@ def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Arra
     return array if form.num_dims == 1 else array.reshape(meta.shape)
 
 
-def _check_logprobs(whose: str, array: Array) -> None:
+def _check_logprobs(whose: str, array: Array, upper: float = HIGHEST_LOGPROB) -> None:
     """Check log-probabilities. In a run with a teacher, the differences between its own and those of the rollout become
     advantages, whose squares must be finite: otherwise no step of a group with them would change the weights."""
     if not array.size:
@@ -331,12 +339,13 @@ def _check_logprobs(whose: str, array: Array) -> None:
     flat = array if array.ndim == 1 else array.reshape(-1)
     # NaN is both the smallest and the largest element. The positions take less time than the extremes themselves.
     lowest, highest = flat.item(flat.argmin()), flat.item(flat.argmax())
-    if lowest >= -MAX_LOGPROB_NATS and highest <= 1.0:  # 0, and an error of rounding
+    if lowest >= -MAX_LOGPROB_NATS and highest <= upper:
         return
     if not np.isfinite(flat).all():
         raise UnusableResultError(f"a log-probability{whose} is not finite")
     raise UnusableResultError(
-        f"the log-probabilities{whose} are from {lowest} to {highest}, and {-MAX_LOGPROB_NATS:g} to 0 are usable"
+        f"the log-probabilities{whose} are from {lowest} to {highest}, and {-MAX_LOGPROB_NATS:g} to "
+        f"{upper if upper > HIGHEST_LOGPROB else 0:g} are usable"
     )
 
 
@@ -459,16 +468,6 @@ def _check_media(named: Mapping[str, Array], prompt: Array, tokens: Array, input
         _refuse_ids(wrong, named.get(LOSS_MASK), problem)
 
 
-def _check_denoising(
-    named: Mapping[str, Array], trajectories: Sequence[TrajectoryMeta], tokens: Array, limits: ModelLimits
-) -> None:
-    """Check that denoising trajectories are those that the model is trained on."""
-    if named or limits.denoising is not None:
-        lengths = [one.num_tokens for one in trajectories]
-        if problem := group_problem(named, lengths, tokens, limits.denoising):
-            raise InvalidResultError(problem)
-
-
 def check_partial_tensors(
     total: int, tensors: Sequence[TensorMeta], buffers: Buffers, limits: ModelLimits | None
 ) -> Array:
@@ -477,6 +476,8 @@ def check_partial_tensors(
     Raises:
         InvalidResultError: naming the first that is wrong.
     """
+    if limits is not None and limits.denoising is not None:
+        raise InvalidResultError("partial completions came, and denoising trajectories cannot be resumed")
     forms = GROUP_TENSORS[1:]
     further = {len(KEPT_TENSORS) * with_kept + with_experts for with_kept in (0, 1) for with_experts in (0, 1)}
     if len(tensors) - len(forms) not in further or len(buffers) != len(tensors):
