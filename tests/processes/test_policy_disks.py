@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,9 +63,14 @@ def output(policy: Replica) -> str:
 
 
 def notices(controller: LoneController) -> list[str]:
-    """Return the faults among the events of the run."""
-    lines = [json.loads(line) for line in (controller.folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["text"] for line in lines if line["kind"] == "notice"]
+    """Return the faults among the events of the run, as soon as there are some."""
+    path, end = controller.folder / "metrics.jsonl", time.monotonic() + PATIENCE_S
+    while True:  # a status has them before they are written
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        found = [line["text"] for line in lines if line["kind"] == "notice"]
+        if found or time.monotonic() > end:
+            return found
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("reason", [FULL, READ_ONLY])

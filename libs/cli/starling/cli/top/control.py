@@ -105,4 +105,4 @@ def changeable() -> str:
     """Return the settings that may change, one on each line with its range."""
     from starling.controller.core.training.dynamic_settings import DYNAMIC
 
-    return "\n".join(f"{one.key:<36} {one.valid_range}" for one in DYNAMIC.values())
+    return "\n".join(f"{one.key:<36} {one.short_range}" for one in DYNAMIC.values())

@@ -49,6 +49,11 @@ class DynamicSetting:
             return f"greater than {self.low:g} and at most {self.high:.10g}"
         return f"{'a whole number ' if self.is_whole else ''}from {self.low:g} to {self.high:.10g}"
 
+    @property
+    def short_range(self) -> str:
+        """The range for a narrow table."""
+        return f"{'whole, ' if self.is_whole else ''}{'above ' if self.above_low else ''}{self.low:g} to {self.high:g}"
+
 
 DYNAMIC: dict[str, DynamicSetting] = {
     setting.key: setting
