@@ -273,7 +273,7 @@ def test_run_that_begins_later_appears(tmp_path: Path, run: Path) -> None:
         assert first[0]["attempt"] == ""
         wait_for(lambda: "there is no run in" in page.live(1)[0]["problem"], "sentence")
         assert page.ask("/api/runs/0/events", **page.bearer)[0] == 404
-        assert page.get("runs/1/catalog")["step"]
+        wait_for(lambda: page.get("runs/1/catalog")["step"], "catalog")
         make_attempt(later, [step_line(1)])
         wait_for(lambda: page.live(1)[0]["newest_step"] == 1, "step")
         assert page.live(1)[0]["problem"] == ""

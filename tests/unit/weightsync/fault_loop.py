@@ -32,6 +32,8 @@ TRANSPORTS: Final[tuple[Transport, ...]] = ("local", *served_transports())
 ALL_FAULTS: Final[dict[str, Callable[[Any], Outcome]]] = {**FAULTS, **RELAY_FAULTS}
 """By kind: of a pair, or of a chain."""
 FIXTURES: Final[tuple[type[FaultPair], ...]] = (FaultPair, FaultChain)
+ENDING_S: Final = 20.0
+"""How long threads may take to end, and with them their descriptors, on a busy machine."""
 DECK: Final[tuple[tuple[Transport, Kind | RelayKind], ...]] = (
     *((t, kind) for t in TRANSPORTS for kind in FAULTS if t == "tcp" or kind != "wire flipped"),
     *((t, kind) for t in TRANSPORTS for kind in RELAY_FAULTS if FaultChain.serves(t)),
@@ -65,6 +67,18 @@ class Report:
     leaks: Counter[str] = field(default_factory=Counter)
     """Leaked resources by kind."""
     seconds: float = 0.0
+
+
+def _left_since(before: Counter[str]) -> Counter[str]:
+    """Return the resources that are left of those opened since `before`, once threads that end have had time to."""
+    end = time.monotonic() + ENDING_S
+    while True:
+        gc.collect()
+        left = resource_counts("self")
+        left.subtract(before)
+        if not +left or time.monotonic() > end:
+            return left
+        time.sleep(0.1)
 
 
 def run_faults(
@@ -102,10 +116,7 @@ def run_faults(
     finally:
         while fixtures:
             fixtures.popitem()[1].close()
-    gc.collect()
-    left = resource_counts("self")
-    left.subtract(before)
-    report.leaks += left
+    report.leaks += _left_since(before)
     report.leaks["processes"] += len(set(mp.active_children()) - others)
     report.leaks["shared files"] += len(shared_files() - files)
     report.leaks = +report.leaks
