@@ -52,7 +52,7 @@ def conditions_problem(tensors: Mapping[str, Array], length: int) -> str:
 
 
 def _is_within(array: Array, most: float) -> bool:
-    """Return whether no number of an array is larger, or none at all. It makes no copy."""
+    """Return whether all numbers of an array are from -`most` to `most`, so that none is NaN. It makes no copy."""
     return not array.size or bool(array.min() >= -most and array.max() <= most)
 
 

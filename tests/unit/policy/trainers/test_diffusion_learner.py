@@ -316,3 +316,12 @@ def test_settings_that_do_not_fit_are_refused(
             folder,
             DIFFUSION.model_copy(update=diffusion),
         )
+
+
+def test_steps_of_examples_are_refused_and_change_nothing(folder: PipelineFolder) -> None:
+    learner = learner_of(folder)
+    train(learner, folder, 1)
+    trainer = learner.trainer
+    with pytest.raises(ConfigError, match=r"by run\.kind = 'rl' only"):
+        learner.supervise([], num_steps=1)
+    assert learner.trainer is trainer

@@ -1,6 +1,6 @@
 """Tiny pipelines of diffusers from nothing: all of a folder but the weights of the transformer.
 
-Whoever loads the transformer draws its weights. VAE and text encoders have fixed random weights: the policy trains
+The policy initialises the transformer at random. VAE and text encoders have fixed random weights: the policy trains
 none of them, and every replica must decode and embed alike. Equal fields give equal bytes, with the same versions of
 torch, transformers and diffusers.
 """

@@ -487,7 +487,6 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         "colocate": recipe.launch.colocate,
         "fan_out": recipe.launch.fan_out,
         "single_roles": recipe.launch.single_roles,
-        "denoising": recipe.diffusion is not None,
     }
     controller = recipe.controller.model_copy(update=follows)
     launch = recipe.launch.model_copy(update={"num_rollouts": recipe.num_rollouts})

@@ -63,7 +63,7 @@ else:
 log = structlog.get_logger(__name__)
 
 
-class StepMaker(Protocol):
+class TrainerLike(Protocol):
     """A trainer as a learner keeps it: each kind has a `step` of its own."""
 
     kind: ClassVar[TrainerKind]
@@ -122,7 +122,7 @@ class Learner:
         """The tensors of a version; every step changes them in place."""
         self.clock = StepClock(self.model.device)
         """Phases of each step, entered by the trainers."""
-        self.trainer: StepMaker | None = None
+        self.trainer: TrainerLike | None = None
         self.next_prompt = 0
         """Position in the data of the first prompt that no step has trained yet."""
         self.metrics: dict[str, float] = {}
@@ -367,7 +367,7 @@ class Learner:
         return {name.removeprefix(WEIGHTS): part.moved(copies[name]) for name, part in parts.items()}
 
     @contextmanager
-    def _stepping(self, trainer: StepMaker, num_steps: int) -> Iterator[None]:
+    def _stepping(self, trainer: TrainerLike, num_steps: int) -> Iterator[None]:
         """Prepare a step of a run of `num_steps`, and record whether it fails with the weights changed."""
         trainer.optimizer.total_steps = num_steps  # a restored state may be of a shorter run
         self.check_whole()
@@ -409,7 +409,7 @@ class Learner:
                 local.copy_(parts[name].local)
         self.parallel.restored(live)
 
-    def _fresh(self, kind: TrainerKind, num_steps: int) -> StepMaker:
+    def _fresh(self, kind: TrainerKind, num_steps: int) -> TrainerLike:
         """Return a new trainer, after dropping the active one: both optimizers might not fit in memory."""
         self.trainer = None
         model, settings, clock, parallel = self.model, self._settings, self.clock, self.parallel
@@ -467,7 +467,7 @@ class Learner:
         return model
 
 
-def _changed_reference(trainer: StepMaker) -> Mapping[str, Tensor]:
+def _changed_reference(trainer: TrainerLike) -> Mapping[str, Tensor]:
     """Return the tensors of a trainer's reference, unless it is version 0, which can be loaded again."""
     reference = trainer.reference
     return {} if reference is None or reference.version <= 0 else reference.tensors

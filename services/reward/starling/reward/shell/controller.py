@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MEMORY_WAIT_S: Final = 600.0
 """How long a group with latents waits for memory, in seconds: as long as a request of the HTTP front end may take by
-default, and less than `controller.deadlines.score_s`, so that the controller is told the reason."""
+default, and less than `controller.deadlines.score_s`, so that the controller gets the reason."""
 
 
 class ControllerFrontEnd:

@@ -6,10 +6,9 @@ import msgspec
 
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
-from starling.common.wire.tensors import LATENTS
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.groups.admission import newest_allowed, num_completions, required_version, sampling
-from starling.controller.core.groups.group import GENERATED, Group, Groups
+from starling.controller.core.groups.group import GENERATED, Group, Groups, read_by_scorers
 from starling.controller.core.groups.partial import NO_TOKENS, PartialCompletions
 from starling.controller.core.groups.results import store_zero_rewards
 from starling.controller.core.plan import draw_seed
@@ -162,7 +161,7 @@ def _score(state: ControllerState, member: Member, group: Group) -> None:
         wire.CompletionText(text=t.text, status=t.status, num_tokens=t.num_tokens - t.num_masked, reward=t.reward)
         for t in group.trajectories
     ]
-    made = [index for index, tensor in enumerate(group.tensors) if tensor.name == LATENTS]
+    tensors, buffers = read_by_scorers(group.tensors, group.buffers)
     group.score_lease = grant(
         state,
         member,
@@ -173,9 +172,9 @@ def _score(state: ControllerState, member: Member, group: Group) -> None:
             prompt=group.prompt,
             completions=tuple(completions),
             evaluate=state.plan.evaluates(group.purpose, group.ordinal),
-            tensors=tuple(group.tensors[index] for index in made),
+            tensors=tensors,
         ),
-        tuple(group.buffers[index] for index in made),
+        buffers,
     )
 
 

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from starling.common.ids import LeaseKind, Purpose
 from starling.common.wire.messages import Prompt, TensorMeta, TrajectoryMeta
+from starling.common.wire.tensors import LATENTS
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.partial import NO_TOKENS, PartialCompletions
 from starling.controller.core.records import GroupSummary, RewardsStored
@@ -83,6 +84,12 @@ TRANSITIONS: Final[dict[tuple[GroupState, GroupState], str]] = {
     (GroupState.GENERATED, GroupState.FROZEN): "its step was committed, and its rewards are pruned from the journal",
 }
 """Every legal transition, with its cause."""
+
+
+def read_by_scorers(tensors: tuple[TensorMeta, ...], buffers: Buffers) -> tuple[tuple[TensorMeta, ...], Buffers]:
+    """Return those tensors of a group that reward replicas get, and their buffers: samples of a diffusion model."""
+    indices = [index for index, tensor in enumerate(tensors) if tensor.name == LATENTS]
+    return tuple(tensors[index] for index in indices), tuple(buffers[index] for index in indices)
 
 
 class Group(msgspec.Struct, gc=False):

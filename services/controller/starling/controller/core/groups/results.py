@@ -19,7 +19,6 @@ from starling.common.wire.tensors import (
     KEPT_COUNTS,
     KEPT_IDS,
     KEPT_TENSORS,
-    LATENTS,
     LOSS_MASK,
     ROUTING,
     ROUTING_TENSORS,
@@ -27,7 +26,7 @@ from starling.common.wire.tensors import (
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.admission import newest_allowed, num_completions
-from starling.controller.core.groups.group import Group, Groups, GroupState
+from starling.controller.core.groups.group import Group, Groups, GroupState, read_by_scorers
 from starling.controller.core.groups.partial import parse_partial
 from starling.controller.core.groups.validation.limits import MAX_TIED
 from starling.controller.core.groups.validation.scores import are_equal
@@ -136,8 +135,7 @@ def _kept(
     """
     if group.purpose == "train" and state.plan.kind.keeps_tokens:
         return message.tensors, buffers
-    scored = [index for index, tensor in enumerate(message.tensors) if tensor.name == LATENTS]
-    return tuple(message.tensors[index] for index in scored), tuple(buffers[index] for index in scored)
+    return read_by_scorers(message.tensors, buffers)
 
 
 def _with_known_names(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -14,12 +14,11 @@ from starling.common.errors import ConfigError
 from starling.common.ids import TrainerKind
 from starling.common.wire.messages import DenoisingForm, ModelLimits
 from starling.policy.settings.policy import PolicySettings, changed
-from starling.policy.train.data.examples import PreferencePair, SftExample
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.diffusion.groups import check_alike, read_group
 from starling.policy.train.diffusion.nft import NftTrainer
 from starling.policy.train.diffusion.trainer import DiffusionTrainer
-from starling.policy.train.learner import Learner, StepMaker
+from starling.policy.train.learner import Learner, TrainerLike
 
 
 class DiffusionLearner(Learner):
@@ -103,31 +102,11 @@ class DiffusionLearner(Learner):
             self.metrics = trainer.step(read, step=step, settings=settings)
         return dict(self.metrics)
 
-    def supervise(
-        self, examples: Sequence[SftExample], *, num_steps: int, changes: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Refuse steps of examples, which are texts. Raises ConfigError."""
-        del examples, num_steps, changes
-        raise ConfigError(NO_EXAMPLES)
-
-    def prefer(
-        self,
-        pairs: Sequence[PreferencePair],
-        *,
-        objective: Literal["dpo", "reward_model"],
-        step: int,
-        num_steps: int,
-        changes: Mapping[str, float] | None = None,
-    ) -> dict[str, float]:
-        """Refuse steps of pairs of responses, which are texts. Raises ConfigError."""
-        del pairs, objective, step, num_steps, changes
-        raise ConfigError(NO_EXAMPLES)
-
-    def _fresh(self, kind: TrainerKind, num_steps: int) -> StepMaker:
-        """Return a new trainer, after dropping the active one."""
-        self.trainer = None
+    def _fresh(self, kind: TrainerKind, num_steps: int) -> TrainerLike:
+        """Return a new trainer, after dropping the active one. Raises ConfigError for steps of examples."""
         if kind != "rl":
             raise ConfigError(NO_EXAMPLES)
+        self.trainer = None
         trainer = NftTrainer if self._settings.diffusion.method == "nft" else DiffusionTrainer
         return trainer(
             self.model,
