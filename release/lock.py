@@ -23,6 +23,8 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKED = ROOT / "constraints.locked.txt"
+RESOLVE_S = 1800
+"""Longest time uv may take to resolve all packages."""
 PYTHON, MACHINE, GLIBC = (3, 11), "x86_64", 28
 """Platform of the locked file: glibc 2.28 is that of the wheel of torch."""
 BUILD = ("uv", "hatchling", "editables", "setuptools")
@@ -60,7 +62,8 @@ def resolve(options: list[str]) -> list[LockedPackage]:
         uv = [str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--format", "pylock.toml"]
         uv += ["--python-version", ".".join(map(str, PYTHON)), "--python-platform", f"{MACHINE}-manylinux_2_{GLIBC}"]
         uv += ["--constraint", "constraints.txt", "--output-file", str(out), *options]
-        subprocess.run([*uv, "libs/cli/pyproject.toml", str(build)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        command = [*uv, "libs/cli/pyproject.toml", str(build)]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=RESOLVE_S)
         return list(packages_of(tomllib.loads(out.read_text())))
 
 

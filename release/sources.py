@@ -29,7 +29,7 @@ def copy_sources(folder: Path, version: str) -> list[str]:
     """Copy the members into `folder` and add `starling-rl`. Returns their folders, relative to it."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "libs", "services", "LICENSE", f"release/{META}"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
+        cwd=ROOT, check=True, capture_output=True, text=True, timeout=60,
     ).stdout  # fmt: skip
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():

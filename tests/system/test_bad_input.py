@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -397,11 +398,13 @@ def test_address_that_cannot_be_listened_on_is_refused_before_anything_starts(
 
 
 @pytest.mark.system
-def test_controller_that_does_not_listen_in_time_fails_the_run(tmp_path: Path) -> None:
+def test_run_that_cannot_begin_in_time_fails(tmp_path: Path) -> None:
     make_workdir(tmp_path)
     with starling_command(tmp_path, *RUN, "--network.connect-s", "0.01") as command:
         assert command.wait() == 1
-    assert "the controller did not listen within 0.01 s; raise network.connect_s if the machine" in command.errors
+    # On a busy machine the controller may listen before the process that makes the model's folder is started.
+    reason = "(the controller did not listen|the model's folder was not made) within 0.01 s"
+    assert re.search(f"the run could not begin: {reason}; raise network.connect_s if the machine", command.errors)
 
 
 @pytest.mark.system

@@ -15,7 +15,7 @@ from hub_harness import DEADLINE_S, HubHarness, envelope, running_link, socket_o
 from starling.common.errors import RefusedError, UnreachableError
 from starling.common.net import curve, role_settings
 from starling.common.net.hub import hub
-from starling.common.net.role_settings import request_settings, without_secrets
+from starling.common.net.role_settings import request_settings, withhold_secrets
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 
@@ -177,7 +177,7 @@ def test_texts_that_look_like_secrets_are_left_out() -> None:
             ],
         },
     }
-    kept, withheld = without_secrets(tree)
+    kept, withheld = withhold_secrets(tree)
     assert kept == {
         "rollout": {"api": {"port": 1}, "vllm": {"engine_args": {"max_tokens": "8"}}},
         "reward": {
@@ -199,7 +199,7 @@ def test_texts_that_look_like_secrets_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["cookie", "api_keys", "bearer", "access_key_id", "signing_key"])
 def test_texts_that_errors_do_not_show_are_not_sent(name: str) -> None:
-    assert without_secrets({"options": {name: "hunter2", "url": "http://host"}}) == (
+    assert withhold_secrets({"options": {name: "hunter2", "url": "http://host"}}) == (
         {"options": {"url": "http://host"}},
         [f"options.{name}"],
     )

@@ -98,8 +98,8 @@ def merge(folder: Path) -> MergedTrace:
             kept = [event for event in (_event(one, number, shift_us) for one in given) if event is not None]
             num_left_out += len(given) - len(kept)
             events += kept
-    if len(events) > MAX_EVENTS:
-        raise ConfigError(f"{folder} has {len(events)} events, more than {MAX_EVENTS}; move some of its files away")
+            if len(events) > MAX_EVENTS:
+                raise ConfigError(f"{folder} has more than {MAX_EVENTS} events; move some of its files away")
     _begin_at_zero(events)
     heads = [spans.starling for _, spans in found]
     path = folder / TRACE

@@ -56,7 +56,7 @@ def is_model_file(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None and not name.endswith(".index.json")
 
 
-def without_secrets(tree: Mapping[str, Any], prefix: str = "") -> tuple[Tree, list[str]]:
+def withhold_secrets(tree: Mapping[str, Any], prefix: str = "") -> tuple[Tree, list[str]]:
     """Return a tree of settings without texts that look like secrets, and the keys that are left out.
 
     A secret is a text with the name of one (`names_secret`, and any ``..._key``), or an URL with a user's name.
@@ -66,10 +66,10 @@ def without_secrets(tree: Mapping[str, Any], prefix: str = "") -> tuple[Tree, li
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):
-            kept[name], more = without_secrets(value, f"{key}.")
+            kept[name], more = withhold_secrets(value, f"{key}.")
             withheld += more
         elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            items = [without_secrets(item, f"{key}.{number}.") for number, item in enumerate(value)]
+            items = [withhold_secrets(item, f"{key}.{number}.") for number, item in enumerate(value)]
             kept[name] = [item for item, _ in items]
             withheld += [one for _, more in items for one in more]
         elif _is_secret(key, value):

@@ -25,7 +25,7 @@ from starling.common.net.role_settings import (
     MAX_MODEL_BYTES,
     SECTIONS_OF,
     is_model_file,
-    without_secrets,
+    withhold_secrets,
 )
 from starling.common.settings import Tree, read_toml
 from starling.common.wire.messages import ModelFile, RoleSettings
@@ -79,7 +79,7 @@ class RoleSettingsSource:
         model.pop("scratch", None)
         if model.get("path"):
             model["path"] = str(Path(model["path"]).absolute())  # the same on all hosts of a shared file system
-        sections, withheld = without_secrets(_plain(own))
+        sections, withheld = withhold_secrets(_plain(own))
         return RoleSettings(sections=sections, withheld=tuple(withheld))
 
 

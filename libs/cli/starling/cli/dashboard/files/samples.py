@@ -71,7 +71,7 @@ class SampleIndex:
         self._follower = Follower(self._path)
         self._rows: deque[Row] = deque(maxlen=MAX_ROWS)
         self._identities: dict[int, tuple[int, int]] = {}
-        """By generation: device and inode of the file."""
+        """By generation: device and inode of the file; only of the newest two, as others are deleted."""
         self._has_read_old = False
         self.num_read = 0
 
@@ -146,6 +146,7 @@ class SampleIndex:
         if line is None or step is None:
             return
         self._identities[generation] = identity
+        self._identities.pop(generation - 2, None)  # its file was deleted by the second rotation since
         self.num_read += 1
         num_tokens = int(number(line.get("num_tokens")) or 0)
         reward = number(line.get("reward"))
