@@ -340,16 +340,15 @@ def free(project: Project, service: str) -> None:
 
 
 def test_read_only_states_are_named(host: DockerHost, folder: Path, say: Say) -> None:
+    """The policy ends at its start, and the controller says why."""
     project = Project(host, "states", folder, RECIPE="small.toml", ROLLOUTS="1")
     try:
         project.prepare()
         project.change({"services": {"policy": {"volumes": ["checkpoints:/var/lib/starling:ro"]}}})
         project.compose("--profile", "cpu", "up", "--detach")
-        say(
-            project.says(
-                "controller", r"failed .*cannot be written .*Read-only file system.*free space or choose another"
-            )
-        )
+        reason = r"the folder of states and checkpoints .* cannot be written \(Read-only file system\); make its volume"
+        say(project.says("policy", f"starling policy-0: {reason}"))
+        say(project.says("controller", f"replica_fault .*{reason}"))
     finally:
         project.remove()
 
