@@ -7,6 +7,7 @@ import select
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from hub_harness import RUN, HubHarness, envelope, generated, received, running_
 
 from starling.common.errors import ConfigError, RefusedError
 from starling.common.net import link as link_module
-from starling.common.net.hub.hub import MAX_RELEASES, Hub, PeerDisconnected
+from starling.common.net.hub.hub import MAX_RELEASES, Hub, PeerDisconnected, ReceivedMessage
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.net.settings import LinkSettings
 from starling.common.net.telemetry import TelemetrySubscriber
@@ -64,6 +65,46 @@ def test_heartbeat_reports_progress_until_the_lease_is_answered(harness: HubHarn
         link.answer("score:1:0", generated("score:1:0"))
         answered = (wire.HeldLease(lease="score:1:0", phase="answered"),)
         harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == answered)
+
+
+def test_no_heartbeat_reports_a_version_before_the_result_that_made_it(
+    harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller would commit a step by the version in the heartbeat, without the metrics of its result."""
+    first, last = 4, 50
+    update = link_module.ReportedState.update
+
+    def update_slowly(*arguments: Any) -> None:
+        update(*arguments)
+        threading.Event().wait(0.003)  # longer than the time between two heartbeats
+
+    monkeypatch.setattr(link_module.ReportedState, "update", update_slowly)
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0", heartbeat_s=0.001)
+        for version in range(first, last):
+            harness.hub.send("rollout-0", score(f"score:{version}:0"))
+            lease = received(link, ReceivedCommand).message.lease
+            assert link.work(lease)
+            link.answer(lease, generated(lease), version=version)
+        link.report(version=last)
+        harness.poll_until(
+            lambda: any(
+                isinstance(event, ReceivedMessage)
+                and isinstance(event.message, wire.Heartbeat)
+                and event.message.version == last
+                for event in harness.events
+            )
+        )
+    answered, num_heartbeats = first - 1, 0
+    for event in harness.events:
+        assert isinstance(event, ReceivedMessage)
+        if isinstance(event.message, wire.GroupGenerated):
+            answered = int(event.message.lease.split(":")[1])
+        elif isinstance(event.message, wire.Heartbeat) and event.message.version < last:
+            assert event.message.version <= answered
+            num_heartbeats += 1
+    assert answered == last - 1
+    assert num_heartbeats > 10
 
 
 def test_buffers_travel_with_their_message_both_ways(harness: HubHarness, keys: Path) -> None:

@@ -273,12 +273,15 @@ class ControllerLink:
         with self._lock:
             self._leases.advance(lease, progress)
 
-    def answer(self, lease: str, message: Up, buffers: tuple[bytes, ...] = ()) -> None:
+    def answer(self, lease: str, message: Up, buffers: tuple[bytes, ...] = (), *, version: int | None = None) -> None:
         """Send the result of `lease`, and resend it until the controller releases the lease.
 
-        A result that is too large for a message is a failure of the lease.
+        A result that is too large for a message is a failure of the lease. `version`: the one that the result is about,
+        which heartbeats report from then on. None of them comes before the result: the controller would commit a step
+        by the version alone, without its metrics.
         """
         with self._lock:
+            self._state.update(version, None, None, None, time.monotonic())
             if not self._leases.answer(lease, message, buffers, time.monotonic()):
                 return
             try:

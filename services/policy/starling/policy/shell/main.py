@@ -327,7 +327,8 @@ class Shell:
                 raise ConfigError(objection)
             match message:
                 case wire.TrainStep():
-                    self._link.answer(message.lease, self._train(message, buffers))
+                    trained = self._train(message, buffers)
+                    self._link.answer(message.lease, trained, version=trained.step)
                 case wire.PublishWeights():
                     self._publish(message, buffers)
                 case wire.AdoptWeights():
@@ -384,7 +385,7 @@ class Shell:
         if not self._place:
             with self._clock.within("checkpoint"):
                 self._saver.export_if_due(message.step)
-        self._link.report(version=message.step, gauges={"tokens_per_s": metrics.get("tokens_per_s", 0.0)})
+        self._link.report(gauges={"tokens_per_s": metrics.get("tokens_per_s", 0.0)})
         if self._metrics is not None:
             self._metrics.note_step(metrics)
         return wire.StepTrained(
@@ -449,7 +450,6 @@ class Shell:
         self._state.version, self._place = version, 1  # the other one saves this version
         offer = self._replica.snapshot(version, (), ()).offer(OFFER_TIMEOUT_S)
         self._state.published = version
-        self._link.report(version=version)
         adopted = wire.WeightsAdopted(
             lease=message.lease,
             version=version,
@@ -461,7 +461,7 @@ class Shell:
             source=message.source,
             layout=message.layout,
         )
-        self._link.answer(message.lease, adopted)
+        self._link.answer(message.lease, adopted, version=version)
 
     def _answer_offer(self, lease: str, message: wire.Up, buffers: tuple[bytes, ...]) -> None:
         """Answer with the result of an offer, in the offering thread, while training continues."""

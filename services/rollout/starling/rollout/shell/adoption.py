@@ -187,9 +187,10 @@ class Adoptions:
         # What the source sent is in place; whether it is what was published, the layout root says.
         is_published = not message.layout_roots or adopted.layout_root in message.layout_roots
         actions = core.switched(order.lease, proven=adopted.proven and is_published, answered=adopted.proven)
-        self._link.report(version=core.version)
         if adopted.proven:
-            self._link.answer(order.lease, self._answer(message, adopted, switch_s))
+            self._link.answer(order.lease, self._answer(message, adopted, switch_s), version=core.version)
+        else:
+            self._link.report(version=core.version)
         return actions
 
     def _answer(self, message: wire.AdoptWeights, adopted: AdoptionReport, switch_s: float) -> wire.WeightsAdopted:
